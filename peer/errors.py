@@ -1,0 +1,45 @@
+"""Every exception that panmesh raises on purpose, in one place.
+
+Two families, because they end differently: a `UserError` is a person's mistake (a flag, a file, a
+plan) and ends a command with one line, a hint and exit code 2; a `ProtocolError` is bad input from
+the network and is counted, logged once a peer and dropped.
+"""
+
+from __future__ import annotations
+
+
+class PanmeshError(Exception):
+    """Base of all errors that panmesh raises on purpose."""
+
+
+class UserError(PanmeshError):
+    """A person's mistake: a flag, a file or a plan that cannot be used.
+
+    `message` says what is wrong in one line; `hint`, if not empty, what to do about it.
+    """
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class ProtocolError(PanmeshError):
+    """Bytes from the network that are not what the protocol allows; the only error a decoder raises."""
+
+
+class RefusedError(PanmeshError):
+    """Another node answered a request with a refusal; `reason` is its machine-readable word."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+
+class UnreachableError(PanmeshError):
+    """A request got no answer in its time, or its connection could not be made."""
+
+
+class StateError(PanmeshError):
+    """A state directory whose contents cannot be trusted: damaged, of another plan, or in use."""

@@ -1,0 +1,227 @@
+"""The plan: what a federation agrees on, and nothing that a device decides for itself.
+
+A plan names methods, models and data sets from what is installed. It can carry neither code nor an
+import path, so that taking a stranger's plan is no more than taking numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from peer.errors import UserError
+
+MAX_PEERS = 100_000
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
+
+
+class _Table(BaseModel):
+    """A table of the plan: immutable, and a key it does not know is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class MatchingPlan(_Table):
+    """Numbers of the method, in the papers' symbols."""
+
+    l: int = Field(default=6, ge=1, le=MAX_PEERS, description="candidate list size")  # noqa: E741
+    k: int = Field(default=3, ge=1, le=MAX_PEERS, description="aggregation list size")
+    t1: int | None = Field(
+        default=None, ge=1, description="rounds of stage 1 (T1); half of the rounds if not given"
+    )
+    tau: int = Field(default=5, ge=1, description="NAEM interval")
+    alpha: float = Field(
+        default=0.5, ge=0, le=1, description="weight of cos(g_i, g_j) against cos(h_i, h_j)"
+    )
+    evidence: Literal["sketch", "exact"] = Field(
+        default="sketch", description="what gradient-based similarity is computed from"
+    )
+    sketch_buckets: int | None = Field(
+        default=None,
+        ge=16,
+        le=65_536,
+        description="CountSketch length; min(1024, e // 16), at least 64, if not given",
+    )
+    loss_samples: int = Field(
+        default=100, ge=1, description="training samples that loss-based similarity is computed on"
+    )
+    weighting: Literal["uniform", "samples"] = Field(
+        default="uniform", description="average models equally or by their sample counts"
+    )
+
+
+class PartitionPlan(_Table):
+    """How the named data set is dealt to the peers."""
+
+    kind: Literal["none", "rotation", "label-swap"] = Field(
+        default="none", description="how clusters differ; none: all peers share one distribution"
+    )
+    clusters: int = Field(default=1, ge=1, le=64, description="number of true clusters, K")
+    train_per_peer: int | None = Field(
+        default=None, ge=1, description="class-balanced training samples a peer; an equal share if not given"
+    )
+    test_per_peer: int = Field(
+        default=1000, ge=1, description="test samples a peer, from its cluster's pool (all when fewer)"
+    )
+
+    @model_validator(mode="after")
+    def _clusters_fit(self) -> Self:
+        allowed = {"none": (1,), "rotation": (1, 2, 4), "label-swap": (1, 2, 4)}[self.kind]
+        if self.clusters not in allowed:
+            raise ValueError(f"partition {self.kind} knows clusters = {allowed}")
+        return self
+
+
+class TrainingPlan(_Table):
+    """Local training: momentum SGD, a fresh optimiser every round."""
+
+    epochs: int = Field(default=2, ge=1, le=1000, description="local epochs, E")
+    batch: int = Field(default=50, ge=1, description="batch size")
+    lr: float = Field(default=0.05, gt=0, description="learning rate of round 1")
+    lr_decay: float = Field(default=0.99, gt=0, le=1, description="factor a round")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum")
+    weight_decay: float = Field(default=0.0, ge=0, description="L2 penalty")
+
+
+class NetworkPlan(_Table):
+    """How models and evidence travel."""
+
+    staleness: Annotated[int, Field(ge=0, le=1000)] | Literal["async"] = Field(
+        default=0, description="0: lockstep; s: a snapshot at most s rounds old; async: the newest"
+    )
+    precision: Literal["float32", "float16", "bfloat16"] = Field(
+        default="float32", description="of models and exact evidence on the wire"
+    )
+    history: int = Field(default=4, ge=2, le=64, description="snapshots a peer keeps")
+    request_timeout: float = Field(
+        default=10.0, gt=0, le=600, description="seconds until an unanswered request is given up"
+    )
+    round_timeout: float = Field(
+        default=600.0, gt=0, description="seconds after which even lockstep goes on without the late"
+    )
+    probe_interval: float = Field(
+        default=1.0, gt=0, le=60, description="seconds between failure-detection probes"
+    )
+    probe_timeout: float = Field(
+        default=0.5, gt=0, le=60, description="seconds until a probe counts as failed"
+    )
+    suspicion: float = Field(
+        default=4.0, gt=0, le=600, description="seconds a suspect has to refute, times max(1, log10 n)"
+    )
+    linger: float = Field(
+        default=60.0, ge=0, description="seconds a finished peer serves on for those that have not"
+    )
+    norm_limit: float = Field(
+        default=1e6, gt=0, description="a received model of a larger Euclidean norm is dropped"
+    )
+
+
+class Plan(_Table):
+    """What a federation agrees on. Equal plans have equal digests; a peer of another plan is refused."""
+
+    name: Name = Field(default="panmesh", description="name of the federation")
+    n: int = Field(ge=2, le=MAX_PEERS, description="number of peers (indices 0 to n - 1)")
+    min_peers: int | None = Field(
+        default=None, ge=2, description="start when so many are present; all n if not given"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="of every random draw")
+    rounds: int = Field(default=40, ge=1, le=1_000_000, description="T, rounds to run")
+    method: Name = Field(default="panm-grad", description="how peers choose whom to learn with")
+    model: Name = Field(
+        default="mlp", description="a built-in model, or custom: every peer names its own factory"
+    )
+    model_digest: str | None = Field(
+        default=None, pattern=r"^[0-9a-f]{32}$", description="digest of the model's layout and w_0"
+    )
+    data: Name = Field(
+        default="digits", description="a built-in data set, or own: every peer names its own"
+    )
+    classes: int | None = Field(
+        default=None, ge=2, le=100_000, description="number of classes, where own data may lack some"
+    )
+    matching: MatchingPlan = MatchingPlan()
+    partition: PartitionPlan = PartitionPlan()
+    training: TrainingPlan = TrainingPlan()
+    network: NetworkPlan = NetworkPlan()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.min_peers is not None and self.min_peers > self.n:
+            raise ValueError(f"min_peers = {self.min_peers} is more than n = {self.n}")
+        if self.matching.t1 is not None and self.matching.t1 > self.rounds:
+            raise ValueError(f"matching.t1 = {self.matching.t1} is more than rounds = {self.rounds}")
+        return self
+
+    @property
+    def t1(self) -> int:
+        """T1: rounds of stage 1; half of the rounds unless the plan says otherwise."""
+        return self.matching.t1 or max(1, self.rounds // 2)
+
+    @property
+    def quorum(self) -> int:
+        """How many peers must be present before round 1."""
+        return self.min_peers or self.n
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether every exchange of round t uses exactly the snapshots of round t."""
+        return self.network.staleness == 0
+
+    def cluster_of(self, index: int) -> int:
+        """True cluster of a peer: index mod K, so that any first m peers are balanced [choice]."""
+        return index % self.partition.clusters
+
+    def sketch_buckets(self, trainable: int) -> int:
+        """CountSketch length for a model of `trainable` values.
+
+        [choice] min(1024, e // 16), at least 64: g's and h's sketch together then cost an eighth of
+        a model or less.
+        """
+        return self.matching.sketch_buckets or max(64, min(1024, trainable // 16))
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits; equal iff the plans are."""
+        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:32]
+
+    def to_toml(self) -> str:
+        """Return the plan as TOML that `from_toml` reads back."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+    @classmethod
+    def from_toml(cls, text: str, *, source: str = "the plan") -> Self:
+        """Parse a plan. Raises UserError that names the key and what is wrong with it."""
+        try:
+            table: dict[str, Any] = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise UserError(f"{source} is not valid TOML: {error}") from None
+        try:
+            return cls.model_validate(table)
+        except ValidationError as error:
+            raise UserError(f"{source}: {describe(error)}", "docs/plans.md lists every key") from None
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a plan file. Raises UserError when it cannot be read or is not a plan."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read the plan {path}: {error}") from None
+        return cls.from_toml(text, source=str(path))
+
+
+def describe(error: ValidationError) -> str:
+    """Return one line that names each wrong key and why, for people."""
+    parts = []
+    for item in error.errors(include_url=False):
+        key = ".".join(str(part) for part in item["loc"]) or "plan"
+        message = item["msg"].removeprefix("Value error, ")
+        parts.append("unknown key " + key if item["type"] == "extra_forbidden" else f"{key}: {message}")
+    return "; ".join(parts)
