@@ -1,8 +1,8 @@
 """Where every random draw comes from: (seed, peer index, round, purpose).
 
-No generator lives longer than one use, so nothing about randomness has to be stored: a peer that was
-killed and started again draws what it would have drawn, and a simulated peer draws what the live one
-draws.
+No generator lives longer than one use, so nothing about randomness has to be stored: a peer that
+was killed and started again draws what it would have drawn, and a simulated peer draws what the
+live one draws.
 """
 
 from __future__ import annotations
@@ -44,5 +44,5 @@ def generator(
 
 
 def integer_seed(seed: int, purpose: Purpose, *, index: int = FEDERATION, t: int = 0) -> int:
-    """Return a seed in [0, 2^31) for libraries that keep a generator of their own (torch, sklearn)."""
+    """Return a seed in [0, 2^31) for libraries with a generator of their own (torch, sklearn)."""
     return int(generator(seed, purpose, index=index, t=t).integers(2**31))
