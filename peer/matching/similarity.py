@@ -1,4 +1,4 @@
-"""How much another peer's model looks as if it came from one's own cluster: s_ij, larger is nearer."""
+"""How much another peer's model looks as if it came from one's own cluster: s_ij."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def cosine(a: Vector, b: Vector) -> float:
     """
     if a.shape != b.shape:
         raise ValueError(f"no cosine between vectors of {a.shape} and {b.shape}")
-    # np.sum rather than a BLAS product: its pairwise order does not depend on the number of threads,
-    # so peers that run with different settings still choose the same neighbours.
+    # np.sum rather than a BLAS product: its pairwise order does not depend on the number of
+    # threads, so peers that run with different settings still choose the same neighbours.
     with np.errstate(invalid="ignore", over="ignore"):
         dot, aa, bb = (
             float(np.sum(np.multiply(x, y, dtype=np.float64))) for x, y in ((a, b), (a, a), (b, b))

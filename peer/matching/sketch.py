@@ -1,7 +1,7 @@
 """CountSketch: a short linear summary of a long vector that keeps inner products, in expectation.
 
-M. Charikar, K. Chen, M. Farach-Colton, "Finding frequent items in data streams", ICALP 2002. Here with
-one row: the estimate of a cosine has a standard error of at most about 1 / sqrt(buckets).
+M. Charikar, K. Chen, M. Farach-Colton, "Finding frequent items in data streams", ICALP 2002. Here
+with one row: the estimate of a cosine has a standard error of about 1 / sqrt(buckets) at most.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ MAX_BUCKETS = 1 << 16
 class CountSketch:
     """The linear map of a federation: value i goes to bucket hash(i) with a random sign.
 
-    Every peer of the same seed and sizes has the same map, so sketches can be compared across peers.
-    It keeps 3 bytes for each of the `size` values.
+    Every peer of the same seed and sizes has the same map, so sketches of different peers can be
+    compared. It keeps 3 bytes for each of the `size` values.
     """
 
     def __init__(self, size: int, buckets: int, seed: int) -> None:

@@ -1,0 +1,59 @@
+"""The methods by the name that a plan calls them.
+
+A method is a class built from `MatcherSettings` alone, decorated with `@method("its-name")`. Those
+of this package are imported when first asked for; another module's register when it is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TypeVar
+
+from peer.errors import UserError
+from peer.matching.base import Matcher, MatcherSettings
+
+_BUILT_IN = ("local", "uniform", "pens", "panm")
+_methods: dict[str, Callable[[MatcherSettings], Matcher]] = {}
+_Class = TypeVar("_Class", bound=Callable[[MatcherSettings], Matcher])
+
+
+def method(name: str) -> Callable[[_Class], _Class]:
+    """Register the decorated matcher class as `name`. Raises ValueError when the name is taken."""
+
+    def register(matcher: _Class) -> _Class:
+        if name in _methods:
+            raise ValueError(f"there is a method {name} already")
+        _methods[name] = matcher
+        return matcher
+
+    return register
+
+
+def method_names() -> list[str]:
+    """Return the names of all methods, sorted."""
+    for module in _BUILT_IN:
+        importlib.import_module(f"peer.matching.{module}")
+    return sorted(_methods)
+
+
+def create_matcher(name: str, settings: MatcherSettings) -> Matcher:
+    """Return a new matcher of the named method.
+
+    Raises UserError when there is no such method or its numbers are out of range.
+    """
+    names = method_names()
+    if name not in names:
+        raise UserError(f"there is no method {name}", f"choose one of {', '.join(names)}")
+    _check(settings)
+    return _methods[name](settings)
+
+
+def _check(settings: MatcherSettings) -> None:
+    for symbol in ("l", "k", "t1", "tau"):
+        if getattr(settings, symbol) < 1:
+            raise UserError(f"{symbol} = {getattr(settings, symbol)} must be at least 1")
+    if not 0 <= settings.index < settings.n:
+        raise UserError(f"index {settings.index} is not one of {settings.n} peers (0 is the first)")
+    if settings.clusters is not None and len(settings.clusters) != settings.n:
+        raise UserError(f"{len(settings.clusters)} true clusters are given for {settings.n} peers")

@@ -1,0 +1,36 @@
+"""Figures of merit of a matching, where the true clusters are known."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+
+def precision(bag: Collection[int], index: int, clusters: Sequence[int]) -> float | None:
+    """Return the share of `bag` that is of the true cluster of `index`; None when it is empty."""
+    if not bag:
+        return None
+    return sum(clusters[j] == clusters[index] for j in bag) / len(bag)
+
+
+def recall(bag: Collection[int], index: int, clusters: Sequence[int]) -> float | None:
+    """Return the share of the other members of the true cluster of `index` that is in `bag`.
+
+    None when the bag is empty (a method without neighbours) or the cluster has nobody else.
+    """
+    others = clusters.count(clusters[index]) - 1
+    if not bag or not others:
+        return None
+    return sum(clusters[j] == clusters[index] for j in bag) / others
+
+
+def clusters_found(bags: Mapping[int, Collection[int]]) -> int:
+    """Return the number of components of the graph of mutual bag membership.
+
+    Its vertices are the keys, peers with their bags; two are joined when each is in the other's.
+    """
+    import networkx as nx
+
+    graph: nx.Graph[int] = nx.Graph()
+    graph.add_nodes_from(bags)
+    graph.add_edges_from((i, j) for i, bag in bags.items() for j in bag if i in bags.get(j, ()))
+    return nx.number_connected_components(graph)
