@@ -43,3 +43,7 @@ class UnreachableError(PanmeshError):
 
 class StateError(PanmeshError):
     """A state directory whose contents cannot be trusted: damaged, of another plan, or in use."""
+
+
+class FederationError(PanmeshError):
+    """A process of a federation failed, or did not end in time; ends with the tail of its log."""

@@ -1,0 +1,306 @@
+"""A federation of real processes on this machine: one `bootstrap` and n `peer` processes.
+
+The launcher owns them: whatever ends the `with` block, an error or Ctrl-C included, ends them
+too. Processes are numbered in the order of their start; which index a peer got from the bootstrap
+node is in its rows.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from peer.errors import FederationError, UserError
+from peer.plan import Plan
+from peer.rundir import MetricRow, RowReader, find_runs, merge
+
+POLL_SECONDS = 0.2
+MEMORY_SECONDS = 3.0
+TAIL_LINES = 15
+
+OnRow = Callable[[int, MetricRow], None]
+
+
+@dataclass
+class Memory:
+    """Peak memory of one process, bytes: its proportional share (PSS) and what is its own (USS)."""
+
+    pss: int = 0
+    uss: int = 0
+
+    def sample(self, pid: int) -> None:
+        """Look at a process; one that is gone, or a system that cannot tell, changes nothing."""
+        with suppress(psutil.Error):
+            info = psutil.Process(pid).memory_full_info()
+            self.uss = max(self.uss, info.uss)
+            self.pss = max(self.pss, getattr(info, "pss", info.uss))
+
+
+@dataclass
+class Worker:
+    """One process of a federation, over all its restarts."""
+
+    name: str
+    command: list[str]
+    directory: Path
+    process: subprocess.Popen[bytes] | None = None
+    killed: bool = False
+    memory: Memory = field(default_factory=Memory)
+
+    @property
+    def log(self) -> Path:
+        """Where its standard output and error go."""
+        return self.directory.with_suffix(".log")
+
+    @property
+    def running(self) -> bool:
+        """Whether the process lives."""
+        return self.process is not None and self.process.poll() is None
+
+    def start(self) -> None:
+        """Start the process, or start it again with the same state."""
+        if self.running:
+            raise FederationError(f"{self.name} is running already")
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                # A group of its own: Ctrl-C reaches the launcher only, which then ends all.
+                process_group=0,
+            )
+        self.killed = False
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process and what it has started, if it lives."""
+        if self.process is not None and self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+    def kill(self) -> None:
+        """End the process at once, as a crash does, and wait until it is gone."""
+        self.send(signal.SIGKILL)
+        if self.process is not None:
+            self.process.wait()
+        self.killed = True
+
+    def tail(self) -> str:
+        """Return the last lines of its log."""
+        if not self.log.exists():
+            return ""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(lines[-TAIL_LINES:])
+
+
+class Federation:
+    """Runs a plan as one bootstrap process and n peer processes under `directory`.
+
+    Use as a context manager: entering starts all, leaving ends all.
+
+        with Federation(plan, Path("runs/mine")) as federation:
+            federation.wait(timeout=120, on_row=lambda number, row: print(row))
+            summary = federation.collect(Path("runs/mine"))
+
+    Args:
+        plan: what to run.
+        directory: where logs and state go: `bootstrap/`, `peer-0/`, ... and a .log beside each.
+        peers: number of peer processes, the plan's n if not given.
+        data: each peer's `--data`; the plan's data set if not given.
+        peer_flags: more flags of every peer.
+        one_peer_flags: more flags of single peers, by process number.
+        bootstrap_flags: more flags of the bootstrap node.
+
+    Raises UserError when `directory` holds the state of another run.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        directory: Path,
+        *,
+        peers: int | None = None,
+        data: str | None = None,
+        peer_flags: Sequence[str] = (),
+        one_peer_flags: Mapping[int, Sequence[str]] | None = None,
+        bootstrap_flags: Sequence[str] = (),
+    ) -> None:
+        self.plan = plan
+        self.directory = directory
+        self.address = f"127.0.0.1:{free_port()}"
+        if (directory / "plan.toml").exists():
+            raise UserError(f"{directory} holds an earlier federation", "name another directory")
+        directory.mkdir(parents=True, exist_ok=True)
+        plan_file = directory / "plan.toml"
+        plan_file.write_text(plan.to_toml(), encoding="utf-8")
+        self.bootstrap = self._worker(
+            "bootstrap",
+            ["bootstrap", "--plan", str(plan_file), "--listen", self.address, *bootstrap_flags],
+        )
+        common = ["peer", "--bootstrap", self.address, *(["--data", data] if data else [])]
+        single = one_peer_flags or {}
+        self.peers = [
+            self._worker(f"peer-{number}", [*common, *peer_flags, *single.get(number, ())])
+            for number in range(plan.n if peers is None else peers)
+        ]
+        self._readers = [RowReader(worker.directory / "metrics.jsonl") for worker in self.peers]
+        self._started = self._ended = self._last_memory = 0.0
+
+    def _worker(self, name: str, module: list[str]) -> Worker:
+        state = self.directory / name
+        command = [sys.executable, "-m", *module, "--state", str(state)]
+        return Worker(name=name, command=command, directory=state)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from the start of the first process until `wait` returned, or until now."""
+        return (self._ended or time.monotonic()) - self._started
+
+    def start(self) -> None:
+        """Start the bootstrap node and every peer."""
+        self._started, self._ended = time.monotonic(), 0.0
+        self.bootstrap.start()
+        for worker in self.peers:
+            worker.start()
+
+    def kill(self, number: int) -> None:
+        """Kill peer process `number` as a crash would (SIGKILL)."""
+        self.peers[number].kill()
+
+    def restart(self, number: int) -> None:
+        """Start peer process `number` again, with the state it left."""
+        self.peers[number].start()
+
+    def kill_bootstrap(self) -> None:
+        """Kill the bootstrap node as a crash would (SIGKILL)."""
+        self.bootstrap.kill()
+
+    def restart_bootstrap(self) -> None:
+        """Start the bootstrap node again, with the state it left, at the same address."""
+        self.bootstrap.start()
+
+    def poll(self, on_row: OnRow | None = None) -> None:
+        """Read new rows, sample memory, and look after the processes.
+
+        Raises FederationError, with the tail of its log, when one has failed that was not killed.
+        """
+        for number, reader in enumerate(self._readers):
+            for row in reader.poll():
+                if on_row is not None:
+                    on_row(number, row)
+        if time.monotonic() - self._last_memory >= MEMORY_SECONDS:
+            self._last_memory = time.monotonic()
+            self._sample_memory()
+        for worker in (self.bootstrap, *self.peers):
+            code = worker.process.poll() if worker.process is not None else None
+            if code not in (None, 0) and not worker.killed:
+                raise FederationError(
+                    f"{worker.name} ended with {code}; the end of {worker.log}:\n{worker.tail()}"
+                )
+
+    def wait(self, timeout: float, on_row: OnRow | None = None) -> None:
+        """Wait until every peer process that was not killed has ended well.
+
+        Raises FederationError when one fails or `timeout` seconds pass.
+        """
+        self.wait_for(lambda: not any(worker.running for worker in self.peers), timeout, on_row)
+        self.poll(on_row)
+        self._ended = time.monotonic()
+
+    def wait_for(
+        self, condition: Callable[[], bool], timeout: float, on_row: OnRow | None = None
+    ) -> None:
+        """Poll until `condition()` holds. Raises FederationError as `wait` does."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self.poll(on_row)
+            if condition():
+                return
+            if time.monotonic() > deadline:
+                raise FederationError(f"not done after {timeout:.0f} s\n{self._unfinished()}")
+            time.sleep(POLL_SECONDS)
+
+    def collect(self, target: Path) -> dict[str, Any]:
+        """Merge the peers' state into the run directory `target` and return the summary.
+
+        Adds `memory_pss_mb` and `memory_uss_mb`: each process's peak, in order of start.
+        """
+        runs = [run for worker in self.peers for run in find_runs(worker.directory)]
+        memory = {
+            "memory_pss_mb": [round(worker.memory.pss / 1e6, 1) for worker in self.peers],
+            "memory_uss_mb": [round(worker.memory.uss / 1e6, 1) for worker in self.peers],
+        }
+        return merge(runs, target, wall_s=self.wall_s, extra=memory)
+
+    def terminate(self, grace: float = 12.0) -> None:
+        """End every process: SIGTERM, then SIGKILL to those still there after `grace` seconds."""
+        workers = [self.bootstrap, *self.peers]
+        for worker in workers:
+            if worker.running:
+                worker.killed = True
+                worker.send(signal.SIGTERM)
+        deadline = time.monotonic() + grace
+        for worker in workers:
+            if worker.process is None:
+                continue
+            try:
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.kill()
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self._kill_all()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            # After an error nobody needs the peers to say goodbye.
+            self.terminate(grace=12.0 if error is None else 2.0)
+        finally:
+            self._kill_all()
+
+    def _kill_all(self) -> None:
+        for worker in (self.bootstrap, *self.peers):
+            if worker.running:
+                worker.kill()
+
+    def _sample_memory(self) -> None:
+        for worker in (self.bootstrap, *self.peers):
+            if worker.process is not None and worker.running:
+                worker.memory.sample(worker.process.pid)
+
+    def _unfinished(self) -> str:
+        waiting = [worker for worker in self.peers if worker.running]
+        names = ", ".join(worker.name for worker in waiting)
+        tail = f"; the end of {waiting[0].log}:\n{waiting[0].tail()}" if waiting else ""
+        return f"still running: {names}{tail}"
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback interface that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
