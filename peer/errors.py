@@ -25,7 +25,7 @@ class UserError(PanmeshError):
 
 
 class ProtocolError(PanmeshError):
-    """Bytes from the network that are not what the protocol allows; the only error a decoder raises."""
+    """Bytes from the network that the protocol does not allow; all that a decoder ever raises."""
 
 
 class RefusedError(PanmeshError):

@@ -1,0 +1,5 @@
+"""`python -m peer`: the same as the `peer` command."""
+
+from peer.cli import main
+
+main()

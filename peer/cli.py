@@ -1,0 +1,186 @@
+"""The `peer` command: run a peer, and use what it learned."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from peer.command import end_on_signal, run_command
+from peer.display import PeerView, configure_logging, log_fields
+from peer.settings import PeerSettings
+
+if TYPE_CHECKING:
+    from peer.rounds import Result
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="A peer that finds the peers worth learning with.",
+)
+config_app = typer.Typer(no_args_is_help=True, help="What this peer would run with.")
+app.add_typer(config_app, name="config")
+
+HEALTHY_AGE = 15.0
+"""Seconds after which a health file is too old: the event loop stands, or the process is gone."""
+
+Strings = list[str] | None
+StateOption = Annotated[Path | None, typer.Option(help="Directory of this peer's state.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="TOML file with settings.", envvar="PANMESH_CONFIG")
+]
+
+
+def main() -> None:
+    """Run the command line."""
+    run_command(app)
+
+
+@app.callback(invoke_without_command=True)
+def run(
+    context: typer.Context,
+    *,
+    bootstrap: Annotated[
+        Strings, typer.Option(help="Bootstrap node; repeatable.", metavar="HOST:PORT")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Plan file, to run without a bootstrap node.")
+    ] = None,
+    index: Annotated[int | None, typer.Option(help="This peer's index, with --plan.")] = None,
+    peer: Annotated[
+        Strings, typer.Option(help="Another peer to dial; repeatable.", metavar="HOST:PORT")
+    ] = None,
+    state: StateOption = None,
+    data: Annotated[str | None, typer.Option(help="This peer's own data.", metavar="SPEC")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Factory of the model.", metavar="MODULE:FUNCTION")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(help="Address to listen on.", metavar="HOST:PORT")
+    ] = None,
+    advertise: Annotated[
+        str | None, typer.Option(help="What others dial; auto finds it.", metavar="HOST[:PORT]")
+    ] = None,
+    replicas: Annotated[int | None, typer.Option(help="Peers in this process.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of one training step.")] = None,
+    log: Annotated[str | None, typer.Option(help="text or json.")] = None,
+    config: ConfigFile = None,
+) -> None:
+    """Join a federation and run it to its last round.
+
+    Every setting can also come from the environment (PANMESH_BOOTSTRAP, PANMESH_STATE, ...) or from
+    the --config file.
+    """
+    flags = {name: value for name, value in locals().items() if name not in ("context", "config")}
+    if context.invoked_subcommand is not None:
+        context.obj = (config, flags)
+        return
+    settings = PeerSettings.gather(config=config, **flags)
+    settings.check()
+    configure_logging(settings.log)
+    end_on_signal(run_replicas(settings))
+
+
+async def run_replicas(settings: PeerSettings) -> list[Result]:
+    """Run `settings.replicas` peers in this process: own sockets, state and index, one training
+    thread and one torch. Raises what the first failing peer raises."""
+    import zmq.asyncio
+
+    from peer.node import Peer, first_failure
+
+    worker = ThreadPoolExecutor(1, thread_name_prefix="train")
+    context = zmq.asyncio.Context()
+
+    async def one(number: int) -> Result:
+        if settings.replicas > 1:
+            with log_fields(replica=number):
+                return await Peer(settings.replica(number), worker=worker, context=context).run()
+        with PeerView() as view:
+            return await Peer(settings, on_round=view.update, worker=worker, context=context).run()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(one(number), name=f"peer-{number}")
+                for number in range(settings.replicas)
+            ]
+    except BaseExceptionGroup as failures:
+        raise first_failure(failures) from None
+    finally:
+        worker.shutdown(wait=False, cancel_futures=True)
+        context.term()
+    return [task.result() for task in tasks]
+
+
+@app.command()
+def health(context: typer.Context, state: StateOption = None) -> None:
+    """Exit with 0 if the peer of this state directory is alive, with 1 if not."""
+    path = _state_of(context, state) / "health.json"
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        age = time.time() - float(report["time"])
+        finished = report["status"]["finished"]
+    except (OSError, ValueError, KeyError, TypeError):
+        print(f"no peer has run in {path.parent}")
+        raise typer.Exit(1) from None
+    word = "alive" if age < HEALTHY_AGE else "silent"
+    print(f"{word}: heard of {age:.0f} s ago, after round {finished}")
+    raise typer.Exit(0 if age < HEALTHY_AGE else 1)
+
+
+@app.command()
+def export(
+    context: typer.Context,
+    out: Annotated[Path, typer.Option(help="File to write.")],
+    state: StateOption = None,
+    form: Annotated[
+        str | None,
+        typer.Option("--format", help="safetensors, torch or onnx; by the file's ending."),
+    ] = None,
+) -> None:
+    """Write the model of a state directory's last finished round for use elsewhere."""
+    from peer.export import export_model
+
+    kind = export_model(_state_of(context, state), out, form)
+    print(f"wrote {out} ({kind})")
+
+
+@app.command()
+def predict(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="npz (key x), csv with a header, or an image.")],
+    state: StateOption = None,
+    out: Annotated[Path | None, typer.Option(help="CSV to write; else printed.")] = None,
+) -> None:
+    """Apply the model of a state directory to the samples in FILE: a class a line."""
+    from peer.export import predict_file
+
+    lines = predict_file(_state_of(context, state), file)
+    text = "".join(f"{line}\n" for line in lines)
+    if out is None:
+        sys.stdout.write(text)
+    else:
+        out.write_text(text, encoding="utf-8")
+        print(f"wrote {len(lines)} predictions to {out}")
+
+
+@config_app.command("show")
+def show_config(context: typer.Context) -> None:
+    """Print the settings that this command line, environment and file give, secrets masked."""
+    config, flags = context.obj
+    settings = PeerSettings.gather(config=config, **flags)
+    print(settings.model_dump_json(indent=2))
+
+
+def _state_of(context: typer.Context, state: Path | None) -> Path:
+    config, flags = context.obj
+    if state is not None:
+        flags = flags | {"state": state}
+    return PeerSettings.gather(config=config, **flags).state

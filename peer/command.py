@@ -1,0 +1,68 @@
+"""How a panmesh command ends: exit codes, one-line errors, and signals."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
+
+from peer.errors import StateError, UserError
+
+log = logging.getLogger(__name__)
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+def run_command(command: Callable[[], Any]) -> NoReturn:
+    """Run a command and exit: 0, 2 after a person's mistake (one line and a hint), 130 after
+    Ctrl-C."""
+    try:
+        command()
+    except (UserError, StateError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        if isinstance(error, UserError) and error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    sys.exit(0)
+
+
+def end_on_signal(work: Coroutine[Any, Any, object]) -> None:
+    """Run `work`; SIGTERM and SIGINT cancel it, a second one ends the process at once.
+
+    After SIGTERM the process exits with 0, after Ctrl-C with 130, both as soon as `work` has
+    cleaned up: a training step that still runs in its thread is not waited for.
+    """
+    received: list[int] = []
+
+    async def supervise() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def stop(number: int) -> None:
+            if received:
+                os._exit(128 + number)
+            received.append(number)
+            log.info("stopping")
+            task.cancel()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop, number)
+        await work
+
+    try:
+        asyncio.run(supervise())
+    except asyncio.CancelledError:
+        if not received:
+            raise
+    if received:
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0 if received[0] == signal.SIGTERM else INTERRUPTED)

@@ -1,0 +1,425 @@
+"""Snapshots: keeping one's own for others, and getting theirs by probe and pull.
+
+Pull, not push: after its training of round t a peer publishes a snapshot on its `Shelf`; others ask
+for the evidence their similarity needs (`Exchange.probe`) and for the models they will use
+(`Exchange.pull`). `staleness` says how old an answer may be; in lockstep (0) the answer is exactly
+round t, however long that takes, and only those that membership calls dead are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+
+from peer.errors import ProtocolError, RefusedError, UnreachableError
+from peer.learning.learner import Vector
+from peer.matching.similarity import GradientEvidence
+from peer.matching.sketch import CountSketch
+from peer.network.messages import (
+    Await,
+    Model,
+    Probe,
+    Pull,
+    Reached,
+    Reason,
+    Reply,
+    Request,
+    Sketches,
+    State,
+    Status,
+)
+from peer.network.swarm import Swarm
+from peer.network.transport import Buffer, Transport
+from peer.network.vectors import decode_vector, encode_vector, split
+from peer.plan import NetworkPlan, Plan
+
+PATIENCE = 5.0
+"""Longest wait, in seconds, that a request asks of the other side before it asks again."""
+
+PULLS_AT_ONCE = 4
+"""Models in flight towards one peer: more only compete for its link and memory."""
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A peer's model after the local training of round `t`: w^{t-1/2} [e], its local update g and
+    its accumulated update h [both: trainable values], as others may ask for them."""
+
+    t: int
+    model: Vector
+    gradient: Vector
+    drift: Vector
+    plan: NetworkPlan
+    sketch: CountSketch
+
+    @cached_property
+    def model_bytes(self) -> memoryview:
+        """w^{t-1/2} in the wire's precision."""
+        return encode_vector(self.model, self.plan.precision)
+
+    @cached_property
+    def gradient_bytes(self) -> memoryview:
+        """g in the wire's precision."""
+        return encode_vector(self.gradient, self.plan.precision)
+
+    @cached_property
+    def sketches(self) -> GradientEvidence:
+        """CountSketches of g and h, each [buckets]."""
+        return GradientEvidence(self.sketch.apply(self.gradient), self.sketch.apply(self.drift))
+
+    @property
+    def exact(self) -> GradientEvidence:
+        """g and h themselves."""
+        return GradientEvidence(self.gradient, self.drift)
+
+
+class Shelf:
+    """A peer's last few snapshots, and who waits for the next.
+
+    `first` is the round from which this shelf is filled: a peer that caught up or was restarted has
+    none before. `progress` is notified whenever a snapshot is published or a round is finished.
+    """
+
+    def __init__(self, history: int) -> None:
+        self._history = history
+        self.first = 1
+        self._snapshots: OrderedDict[int, Snapshot] = OrderedDict()
+        self.status = Status()
+        self.progress = asyncio.Condition()
+
+    async def publish(self, snapshot: Snapshot) -> None:
+        """Put a snapshot on the shelf; the oldest falls off when there are more than `history`."""
+        self._snapshots[snapshot.t] = snapshot
+        while len(self._snapshots) > self._history:
+            self._snapshots.popitem(last=False)
+        await self.advance(self.status.model_copy(update={"published": snapshot.t}))
+
+    async def advance(self, status: Status) -> None:
+        """Say how far this peer is."""
+        self.status = status
+        async with self.progress:
+            self.progress.notify_all()
+
+    async def wait_until(self, reached: Callable[[], bool], seconds: float) -> bool:
+        """Return whether `reached` came true within `seconds`."""
+        try:
+            async with asyncio.timeout(seconds), self.progress:
+                await self.progress.wait_for(reached)
+        except TimeoutError:
+            return False
+        return True
+
+    async def get(self, t: int, staleness: int | None, wait: float) -> Snapshot:
+        """Return the snapshot that satisfies a request for round `t`.
+
+        Lockstep (staleness 0) gets exactly round t; else the newest, if it is no older than
+        t - staleness. Raises RefusedError NOT_YET after `wait` seconds without one, GONE when it
+        has fallen off the shelf.
+        """
+        oldest = {None: 1, 0: t}.get(staleness, t - (staleness or 0))
+        if staleness == 0 and t < self.first:
+            raise RefusedError(Reason.GONE, f"round {t}")
+        # Asynchronous peers never wait: what is there now is what they get.
+        await self.wait_until(
+            lambda: self.status.published >= oldest, wait if staleness is not None else 0.0
+        )
+        if not self._snapshots or self.status.published < oldest:
+            raise RefusedError(Reason.NOT_YET, f"at round {self.status.published}")
+        snapshot = self._snapshots.get(t) if staleness == 0 else self.newest
+        if snapshot is None:
+            raise RefusedError(Reason.GONE, f"round {t}")
+        return snapshot
+
+    @property
+    def newest(self) -> Snapshot | None:
+        """The newest snapshot, None before the first."""
+        return next(reversed(self._snapshots.values()), None)
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a pull brought: the model w_j [e], its h_j, g_j when it was asked for, j's samples."""
+
+    model: Vector
+    drift: Vector
+    gradient: Vector | None
+    samples: int
+    round: int
+
+
+@dataclass
+class Tally:
+    """How one round's exchanges went: how many had to be waited for beyond one patience, and how
+    many were left out for good."""
+
+    late: int = 0
+    missing: int = 0
+
+
+class Exchange:
+    """Probe and pull for one peer, both sides."""
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        transport: Transport,
+        swarm: Swarm,
+        shelf: Shelf,
+        initial: Vector,
+        trainable: int,
+        samples: int,
+    ) -> None:
+        self._plan = plan
+        self._transport = transport
+        self._swarm = swarm
+        self._shelf = shelf
+        self._initial = initial
+        self._trainable = trainable
+        self._samples = samples
+        self._buckets = plan.sketch_buckets(trainable)
+        self._sketch = CountSketch(trainable, self._buckets, plan.seed)
+        staleness = plan.network.staleness
+        self._staleness = None if staleness == "async" else staleness
+        self._pulls = asyncio.Semaphore(PULLS_AT_ONCE)
+        self.tally = Tally()
+
+    def snapshot(self, t: int, before: Vector, after: Vector) -> Snapshot:
+        """Return the snapshot of round `t` from w^{t-1} and w^{t-1/2}, both [e]."""
+        return Snapshot(
+            t=t,
+            model=after,
+            gradient=(after - before)[: self._trainable],
+            drift=(after - self._initial)[: self._trainable],
+            plan=self._plan.network,
+            sketch=self._sketch,
+        )
+
+    async def serve(self, request: Request) -> tuple[Reply, Sequence[Buffer]]:
+        """Answer a probe, a pull or an await. Raises RefusedError."""
+        match request:
+            case Probe():
+                snapshot = await self._shelf.get(request.round, request.staleness, request.wait)
+                g, h = snapshot.sketches
+                reply = Sketches(round=snapshot.t, buckets=self._buckets)
+                return reply, [encode_vector(g, "float32"), encode_vector(h, "float32")]
+            case Pull():
+                snapshot = await self._shelf.get(request.round, request.staleness, request.wait)
+                parts = [snapshot.model_bytes]
+                if request.gradient:
+                    parts.append(snapshot.gradient_bytes)
+                sizes = [len(part) for part in parts]
+                model = Model(
+                    round=snapshot.t,
+                    model_bytes=sizes[0],
+                    gradient_bytes=sum(sizes[1:]),
+                    samples=self._samples,
+                )
+                return model, [chunk for part in parts for chunk in split(part)]
+            case Await():
+                await self._shelf.wait_until(
+                    lambda: self._shelf.status.finished >= request.round, request.wait
+                )
+                return Reached(status=self._shelf.status), []
+        raise RefusedError(Reason.BAD_REQUEST, request.kind)
+
+    async def gather(
+        self, indices: Iterable[int], fetch: Callable[[int], Awaitable[Item | None]]
+    ) -> dict[int, Item]:
+        """Return {index: what `fetch` brought} of those that could be heard, in index order."""
+        ordered = sorted(indices)
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(_run(fetch(index)), name=f"fetch-{index}") for index in ordered
+            ]
+        found = {index: task.result() for index, task in zip(ordered, tasks, strict=True)}
+        self.tally.missing += sum(item is None for item in found.values())
+        return {index: item for index, item in found.items() if item is not None}
+
+    async def probe(self, index: int, t: int) -> GradientEvidence | None:
+        """Return the sketches of g and h of peer `index` in round `t`, or None."""
+
+        async def ask() -> GradientEvidence:
+            reply, chunks = await self._ask(
+                index,
+                "control",
+                Probe(round=t, staleness=self._staleness, wait=self._wait),
+                8 * self._buckets,
+            )
+            if not isinstance(reply, Sketches) or reply.buckets != self._buckets:
+                raise ProtocolError("not the sketches that were asked for")
+            self._check_round(reply.round, t)
+            both = decode_vector(
+                chunks, 2 * self._buckets, "float32", self._plan.network.norm_limit * 2
+            )
+            return GradientEvidence(both[: self._buckets], both[self._buckets :])
+
+        return await self._persist(index, ask)
+
+    async def pull(
+        self,
+        index: int,
+        t: int,
+        *,
+        gradient: bool = False,
+        sketches: GradientEvidence | None = None,
+        newest: bool = False,
+    ) -> Received | None:
+        """Return the model of peer `index` in round `t` (with g if asked for), or None.
+
+        `sketches`, where the peer was probed, must agree with the model that comes. `newest` takes
+        whatever snapshot the peer has, once.
+        """
+        staleness = None if newest else self._staleness
+
+        async def ask() -> Received:
+            network = self._plan.network
+            width = 4 if network.precision == "float32" else 2
+            expected = [self._initial.size * width, self._trainable * width if gradient else 0]
+            async with self._pulls:
+                reply, chunks = await self._ask(
+                    index,
+                    "data",
+                    Pull(round=t, staleness=staleness, wait=self._wait, gradient=gradient),
+                    sum(expected),
+                )
+            if not isinstance(reply, Model):
+                raise ProtocolError("not the model that was asked for")
+            if [reply.model_bytes, reply.gradient_bytes] != expected:
+                raise ProtocolError(f"a model of {reply.model_bytes} bytes, not {expected[0]}")
+            if not newest:
+                self._check_round(reply.round, t)
+            whole = decode_vector(
+                chunks, sum(expected) // width, network.precision, network.norm_limit * 2
+            )
+            model, g = whole[: self._initial.size], whole[self._initial.size :]
+            drift = (model - self._initial)[: self._trainable]
+            # In other modes the peer may have published a newer snapshot since it was probed.
+            if sketches is not None and self._plan.lockstep:
+                self._check_sketch(drift, sketches)
+            return Received(model, drift, g if gradient else None, reply.samples, reply.round)
+
+        if newest:
+            try:
+                return await ask()
+            except (RefusedError, ProtocolError, UnreachableError):
+                return None
+        return await self._persist(index, ask)
+
+    async def wait_for_all(self, round_: int, seconds: float) -> bool:
+        """Return whether every living peer that takes part in `round_` finished it in `seconds`."""
+
+        async def reach(index: int) -> Status | None:
+            async def ask() -> Status:
+                reply, _ = await self._ask(index, "control", Await(round=round_, wait=PATIENCE), 0)
+                if not isinstance(reply, Reached):
+                    raise ProtocolError("not how far it is")
+                self._swarm.note_status(index, reply.status)
+                if reply.status.finished < round_:
+                    raise RefusedError(Reason.NOT_YET)
+                return reply.status
+
+            return await self._persist(index, ask, patient=True)
+
+        def behind() -> list[int]:
+            return [
+                index
+                for index in self._swarm.known(round_)
+                if (member := self._swarm.member(index)) and member.status.finished < round_
+            ]
+
+        try:
+            async with asyncio.timeout(seconds):
+                while waiting := behind():
+                    await asyncio.gather(*(reach(index) for index in waiting))
+        except TimeoutError:
+            return False
+        return True
+
+    @property
+    def _wait(self) -> float:
+        return min(PATIENCE, self._plan.network.request_timeout / 2)
+
+    async def _ask(
+        self, index: int, channel: str, request: Request, max_payload: int
+    ) -> tuple[Reply, list[memoryview]]:
+        member = self._swarm.member(index)
+        if member is None or member.state in (State.DEAD, State.LEFT):
+            raise RefusedError(Reason.GONE, "no longer a member")
+        address = member.record.control if channel == "control" else member.record.data
+        try:
+            return await self._transport.request(
+                address,
+                request,
+                timeout=self._plan.network.request_timeout,
+                max_payload=max_payload,
+            )
+        except UnreachableError:
+            self._swarm.unreachable(index)
+            raise
+
+    async def _persist(
+        self, index: int, ask: Callable[[], Awaitable[Item]], *, patient: bool = False
+    ) -> Item | None:
+        """Return what `ask` brings, asking again as long as the mode allows; None when it is over.
+
+        In lockstep the living are waited for (up to `round_timeout`); otherwise one
+        `request_timeout` is all a peer gets. A peer that answers nonsense is not asked again.
+        """
+        lockstep = patient or self._plan.lockstep
+        network = self._plan.network
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        budget = network.round_timeout if lockstep else network.request_timeout
+        was_late = False
+        while loop.time() - start < budget:
+            try:
+                return await ask()
+            except ProtocolError as error:
+                self._swarm.misbehaved(index, str(error))
+                return None
+            except RefusedError as refusal:
+                if refusal.reason not in (Reason.NOT_YET, Reason.BUSY):
+                    return None
+                if not lockstep and self._staleness is None:
+                    return None
+            except UnreachableError:
+                if not lockstep:
+                    return None
+            if not was_late and not patient:
+                self.tally.late += 1
+                was_late = True
+            await self._swarm.changed(0.2)
+        return None
+
+    def _check_round(self, got: int, wanted: int) -> None:
+        if self._staleness is not None:
+            newest = wanted if self._staleness == 0 else got
+            if not wanted - self._staleness <= got <= newest:
+                raise ProtocolError(f"a snapshot of round {got}, not {wanted}")
+
+    def _check_sketch(self, drift: Vector, sketches: GradientEvidence) -> None:
+        """Raise ProtocolError when a pulled model contradicts the sketch of h that came before.
+
+        g has no such check: only its owner knows w^{t-1}.
+        """
+        difference = float(np.linalg.norm(self._sketch.apply(drift) - sketches.h))
+        # The model's h carries the wire's rounding error; the sketch does not.
+        rounding = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[
+            self._plan.network.precision
+        ]
+        scale = float(np.linalg.norm(self._initial)) + float(np.linalg.norm(drift))
+        if difference > 4 * rounding * scale + 1e-6:
+            raise ProtocolError("the model contradicts its sketch")
+
+
+async def _run(awaitable: Awaitable[Item]) -> Item:
+    return await awaitable

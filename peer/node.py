@@ -1,0 +1,256 @@
+"""The life of one peer: the only place where learning, matching, aggregation and network meet.
+
+A peer opens its sockets, gets a plan and an index, builds its learner, finds the others, and then
+runs the rounds of PANM's Algorithm 1 (train, match, aggregate) until the plan's last. What it
+learned is on the disk after every round; what it found out about the others is in its swarm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import zmq.asyncio
+
+from peer.errors import PanmeshError, RefusedError, StateError, UserError
+from peer.learning.learner import Learner
+from peer.network.address import facing
+from peer.network.messages import PeerRecord, Reason, Reply, Request
+from peer.network.swarm import Swarm, enrol
+from peer.network.traffic import Traffic
+from peer.network.transport import Buffer, Transport
+from peer.plan import Plan
+from peer.randomness import Purpose, generator
+from peer.rounds import Result, Rounds
+from peer.rundir import MetricRow
+from peer.settings import PeerSettings
+from peer.state import Checkpoint, Identity, StateDirectory
+
+log = logging.getLogger(__name__)
+
+HEALTH_INTERVAL = 2.0
+"""Seconds between two health files, and so the grain of what they say of the event loop."""
+
+LearnerFactory = Callable[[Plan, int], Learner]
+Item = TypeVar("Item")
+
+
+class Peer:
+    """One peer of a federation, from its first message to its last round.
+
+    `await run()` returns the `Result`. Cancelling it ends the peer cleanly: the others are told,
+    and the state directory holds the last finished round. `make_learner` replaces the learner that
+    the plan and the settings name (for data or models that live in memory). `on_round` is called
+    with the plan and the metrics of every finished round.
+    """
+
+    def __init__(
+        self,
+        settings: PeerSettings,
+        *,
+        make_learner: LearnerFactory | None = None,
+        on_round: Callable[[Plan, MetricRow], None] | None = None,
+        worker: ThreadPoolExecutor | None = None,
+        context: zmq.asyncio.Context | None = None,
+    ) -> None:
+        self._settings = settings
+        self._make_learner = make_learner
+        self._on_round = on_round
+        self._worker = worker or ThreadPoolExecutor(1, thread_name_prefix="train")
+        self._context = context
+        self._traffic = Traffic()
+        self._rounds: Rounds | None = None
+
+    async def run(self) -> Result:
+        """Join, learn to the last round, serve on until the others are done, and leave.
+
+        Raises UserError or StateError when a person must act: an address that cannot be bound, a
+        plan or model that does not fit, a state directory that cannot be trusted.
+        """
+        settings = self._settings
+        with StateDirectory(settings.state) as state:
+            identity = state.identity()
+            checkpoint = state.newest()
+            async with Transport(
+                listen=settings.listen,
+                advertise=self._advertised(),
+                handler=self._handle,
+                traffic=self._traffic,
+                context=self._context,
+            ) as transport:
+                plan, index = await self._enrol(transport, identity, checkpoint)
+                _check_checkpoint(checkpoint, plan, index, settings.state)
+                state.keep_identity(identity.model_copy(update={"index": index}))
+                learner = await self._in_worker(self._learner, plan, index)
+                record = PeerRecord(
+                    peer=identity.peer,
+                    index=index,
+                    control=transport.control,
+                    data=transport.data,
+                    incarnation=identity.incarnation,
+                    first_round=1,
+                    model=learner.manifest.digest(learner.initial()),
+                )
+                if plan.model_digest not in (None, record.model):
+                    raise UserError(
+                        f"this peer's model has the digest {record.model}, the plan says "
+                        f"{plan.model_digest}",
+                        "model, input shape and number of classes must be the same at every peer",
+                    )
+                swarm = Swarm(
+                    transport=transport,
+                    plan_digest=plan.digest,
+                    own=record,
+                    n=plan.n,
+                    settings=plan.network,
+                    bootstrap=settings.bootstrap,
+                    peers=settings.peer,
+                    remembered=state.remembered(),
+                    rng=generator(identity.incarnation, Purpose.TOPOLOGY, index=index),
+                )
+                self._rounds = Rounds(
+                    plan=plan,
+                    index=index,
+                    learner=learner,
+                    state=state,
+                    swarm=swarm,
+                    transport=transport,
+                    traffic=self._traffic,
+                    in_worker=self._in_worker,
+                    on_round=self._on_round,
+                )
+                return await self._live(swarm, self._rounds, state, checkpoint)
+
+    async def _live(
+        self,
+        swarm: Swarm,
+        rounds: Rounds,
+        state: StateDirectory,
+        checkpoint: Checkpoint | None,
+    ) -> Result:
+        """Run the rounds beside the tasks that keep the peer reachable; end them with it."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                background = [
+                    group.create_task(swarm.run(), name="swarm"),
+                    group.create_task(_report_health(state, swarm, rounds), name="health"),
+                ]
+                try:
+                    return await rounds.run(checkpoint)
+                finally:
+                    # Tell the others while the sockets are still there, but not for long.
+                    with suppress(TimeoutError, PanmeshError):
+                        async with asyncio.timeout(2):
+                            await swarm.leave()
+                    for task in background:
+                        task.cancel()
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
+
+    def _advertised(self) -> str | None:
+        """Return what others are told to dial; `auto` finds the interface facing the others."""
+        if self._settings.advertise != "auto":
+            return self._settings.advertise
+        others = [*self._settings.bootstrap, *self._settings.peer]
+        if not others:
+            raise UserError("--advertise auto needs a --bootstrap or --peer to face")
+        return facing(others[0])
+
+    async def _enrol(
+        self, transport: Transport, identity: Identity, checkpoint: Checkpoint | None
+    ) -> tuple[Plan, int]:
+        """Return the plan and this peer's index, from the plan file or the bootstrap node."""
+        settings = self._settings
+        if settings.plan is not None and settings.index is not None:
+            plan = Plan.load(settings.plan)
+            if settings.index >= plan.n:
+                raise UserError(f"--index {settings.index} is not in 0..{plan.n - 1}")
+            return plan, settings.index
+        index = identity.index if identity.index is not None else settings.index
+        known = settings.state / "plan.toml"
+        remembered = Plan.load(known) if checkpoint is not None and known.exists() else None
+        enrolled = await enrol(
+            transport,
+            settings.bootstrap,
+            index=index,
+            peer_id=identity.peer,
+            # A peer that has run before can go on without the bootstrap node.
+            patience=None if remembered is None else 5.0,
+        )
+        if enrolled is None:
+            assert remembered is not None
+            assert checkpoint is not None
+            log.info("no bootstrap node answers; going on with the plan of the last run")
+            return remembered, checkpoint.index
+        return Plan.from_toml(enrolled.toml, source="the bootstrap node's plan"), enrolled.index
+
+    def _learner(self, plan: Plan, index: int) -> Learner:
+        if self._make_learner is not None:
+            return self._make_learner(plan, index)
+        from peer.learning.build import make_learner
+
+        settings = self._settings
+        return make_learner(
+            plan,
+            index,
+            data=settings.data,
+            model=settings.model,
+            device=settings.device,
+            threads=settings.threads,
+        )
+
+    async def _in_worker(self, work: Callable[..., Item], *arguments: Any) -> Item:
+        """Run long work off the event loop, so that pings are answered meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work, *arguments)
+
+    async def _handle(
+        self, request: Request, payload: Sequence[memoryview]
+    ) -> tuple[Reply, Sequence[Buffer]]:
+        """Answer one request. Raises RefusedError."""
+        if payload:
+            raise RefusedError(Reason.BAD_REQUEST, "requests carry no payload")
+        if self._rounds is None:
+            raise RefusedError(Reason.NOT_YET, "starting")
+        return await self._rounds.handle(request)
+
+
+async def _report_health(state: StateDirectory, swarm: Swarm, rounds: Rounds) -> None:
+    """Keep a health file fresh: its age tells whether the event loop runs."""
+    while True:
+        await asyncio.sleep(HEALTH_INTERVAL)
+        state.write_json(
+            "health.json",
+            {
+                "time": time.time(),
+                "ready": bool(swarm.known(rounds.plan.rounds)),
+                "status": rounds.shelf.status.model_dump(),
+            },
+        )
+
+
+def _check_checkpoint(checkpoint: Checkpoint | None, plan: Plan, index: int, path: Path) -> None:
+    if checkpoint is None:
+        return
+    if checkpoint.plan != plan.digest:
+        raise StateError(f"{path} belongs to a run of another plan ({checkpoint.plan})")
+    if checkpoint.index != index:
+        raise StateError(f"{path} belongs to peer {checkpoint.index}, this is {index}")
+
+
+def first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the failure to report: a person's mistake before anything else."""
+    flat: list[BaseException] = []
+    pending: list[BaseException] = [failures]
+    while pending:
+        failure = pending.pop()
+        if isinstance(failure, BaseExceptionGroup):
+            pending.extend(failure.exceptions)
+        else:
+            flat.append(failure)
+    return min(flat, key=lambda failure: not isinstance(failure, UserError | StateError))

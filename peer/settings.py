@@ -1,0 +1,132 @@
+"""What a device decides for itself: addresses, data, state; everything that is not in the plan.
+
+Each setting comes from the command line, else the environment (`PANMESH_` and its name in
+capitals), else the file given by `--config`, else its default here.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from peer.errors import UserError
+from peer.plan import MAX_PEERS, describe
+
+
+class PeerSettings(BaseSettings):
+    """Settings of one `peer` process."""
+
+    model_config = SettingsConfigDict(env_prefix="PANMESH_", extra="forbid", frozen=True)
+
+    bootstrap: Annotated[list[str], NoDecode] = Field(
+        default=[], description="bootstrap nodes, HOST:PORT; several separated by commas"
+    )
+    plan: Path | None = Field(
+        default=None, description="a plan file, to run without a bootstrap node"
+    )
+    index: int | None = Field(
+        default=None, ge=0, lt=MAX_PEERS, description="this peer's index; needed with a plan file"
+    )
+    peer: Annotated[list[str], NoDecode] = Field(
+        default=[], description="other peers to dial first, HOST:PORT; separated by commas"
+    )
+    state: Path = Field(default=Path("peer-state"), description="directory of this peer's state")
+    data: str | None = Field(
+        default=None, description="this peer's own data; the plan's if not given"
+    )
+    model: str | None = Field(
+        default=None,
+        description="module:function that makes the model, for plans with model = custom",
+    )
+    listen: str = Field(
+        default="127.0.0.1:0", description="HOST:PORT to listen on; port 0: any free"
+    )
+    advertise: str | None = Field(
+        default=None,
+        description="HOST or HOST:PORT that others dial; auto: the one that faces the bootstrap",
+    )
+    replicas: int = Field(default=1, ge=1, le=1000, description="peers in this process")
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="where to train")
+    threads: int = Field(default=1, ge=1, le=1024, description="threads of one training step")
+    log: Literal["text", "json"] = Field(default="text", description="form of the log lines")
+
+    @field_validator("bootstrap", "peer", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return [part.strip() for part in value.split(",") if part.strip()]
+        return value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the signature is the library's
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Order the sources: flags, environment, configuration file."""
+        file = TomlConfigSettingsSource(settings_cls)
+        return (init_settings, env_settings, file)
+
+    @classmethod
+    def gather(cls, *, config: Path | None, **flags: Any) -> PeerSettings:
+        """Return the settings of a process; `flags` that are None or empty were not given.
+
+        Raises UserError that names the setting and what is wrong with it.
+        """
+        if config is not None:
+            try:
+                tomllib.loads(config.read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+                raise UserError(f"cannot read the configuration {config}: {error}") from None
+
+        class FromFile(cls):  # type: ignore[valid-type, misc]
+            model_config = SettingsConfigDict(toml_file=config)
+
+        given = {name: value for name, value in flags.items() if value not in (None, [], ())}
+        try:
+            settings: PeerSettings = FromFile(**given)
+        except ValidationError as error:
+            raise UserError(f"settings: {describe(error)}", "peer config show lists them") from None
+        return settings
+
+    def replica(self, number: int) -> PeerSettings:
+        """Return the settings of one of the process's replicas: own state, own ports, own index."""
+        if self.replicas == 1:
+            return self
+        host, _, port = self.listen.rpartition(":")
+        # Every peer listens on two ports: control, and data on the next.
+        shifted = int(port) + 2 * number if int(port or 0) else 0
+        return self.model_copy(
+            update={
+                "state": self.state / f"replica-{number}",
+                "listen": f"{host}:{shifted}",
+                "index": None if self.index is None else self.index + number,
+            }
+        )
+
+    def check(self) -> None:
+        """Raise UserError when these settings do not name a federation to join."""
+        if not self.bootstrap and self.plan is None:
+            raise UserError(
+                "no federation to join",
+                "give --bootstrap HOST:PORT, or --plan FILE --index I --peer HOST:PORT",
+            )
+        if self.plan is not None and self.bootstrap:
+            raise UserError(
+                "--plan and --bootstrap exclude each other", "the bootstrap node has a plan"
+            )
+        if self.plan is not None and self.index is None:
+            raise UserError("--plan needs --index I", "each peer of a plan file has its own index")
