@@ -23,9 +23,9 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from peer.errors import StateError, UserError
+from peer.files import write_atomically
 from peer.merit import clusters_found
 from peer.plan import Plan, describe
-from peer.state import write_atomically
 
 METRICS = "metrics.jsonl"
 TOPOLOGY = "topology.jsonl"
@@ -123,7 +123,7 @@ class RunWriter:
     def _keep_plan(self) -> None:
         file = self.path / PLAN
         if not file.exists():
-            write_atomically(file, (_provenance() + self.plan.to_toml()).encode())
+            write_atomically(file, _provenance() + self.plan.to_toml())
         elif Plan.load(file).digest != self.plan.digest:
             raise StateError(f"{self.path} holds a run of another plan")
 
@@ -335,7 +335,7 @@ def merge(
 
 def write_json(path: Path, table: Mapping[str, Any]) -> None:
     """Replace `path` by a JSON object; after a crash the old or the new file is there, whole."""
-    write_atomically(path, (json.dumps(table, indent=2) + "\n").encode())
+    write_atomically(path, json.dumps(table, indent=2) + "\n")
 
 
 def _replace_rows(

@@ -1,0 +1,5 @@
+"""`python -m bootstrap` is the `bootstrap` command."""
+
+from bootstrap.cli import main
+
+main()
