@@ -36,7 +36,7 @@ class Pens(TwoStages):
     def _settle_search(self, t: int, similarities: Mapping[int, float]) -> list[int]:
         """Return the k best, and count who was met and who chosen."""
         neighbours = super()._settle_search(t, similarities)
-        self._met.update(similarities)
+        self._met.update(similarities.keys())
         self._chosen.update(neighbours)
         return neighbours
 

@@ -1,0 +1,263 @@
+"""The reference population: all n peers of a plan in one process, one after another.
+
+It follows the rules and draws of live peers in lockstep, round by round, with nothing lost on the
+way: what a network run must reproduce, and what it is compared with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from peer.aggregation import average
+from peer.errors import ProtocolError
+from peer.learning.learner import Learner, Vector
+from peer.matching.base import Evidence, MatcherSettings
+from peer.matching.registry import create_matcher
+from peer.matching.similarity import GradientEvidence, gradient_similarity, loss_similarity
+from peer.matching.sketch import CountSketch
+from peer.merit import clusters_found, precision, recall
+from peer.network.vectors import WIDTH, Precision, decode_vector, encode_vector
+from peer.plan import Plan
+from peer.randomness import Purpose, generator
+
+Row = dict[str, Any]
+"""One peer's line of the metrics: t, index, cluster, accuracy, loss, bag, neighbours, precision,
+recall, payload_received (bytes of models and evidence), notes. JSON-able."""
+
+SKETCH_PRECISION: Precision = "float32"
+"""Sketches are small: they travel as they are, whatever the plan says of models."""
+
+
+def make_learners(plan: Plan) -> list[Learner]:
+    """Return every peer's learner. Raises UserError when the model or the data cannot be had."""
+    from peer.learning.build import make_learner
+
+    return [make_learner(plan, index) for index in range(plan.n)]
+
+
+def matcher_settings(plan: Plan, index: int) -> MatcherSettings:
+    """Return what the matcher of peer `index` is built from."""
+    return MatcherSettings(
+        index=index,
+        n=plan.n,
+        seed=plan.seed,
+        l=plan.matching.l,
+        k=plan.matching.k,
+        t1=plan.t1,
+        tau=plan.matching.tau,
+        clusters=tuple(plan.cluster_of(j) for j in range(plan.n)),
+    )
+
+
+class Population:
+    """The peers of `plan`, all matching by `method` (which need not be the plan's own).
+
+    `models` holds w_i^t of every peer, each [e]; `t` is the last finished round. The learners are
+    only asked, never changed, so populations may share them.
+    """
+
+    def __init__(
+        self, plan: Plan, method: str, *, learners: Sequence[Learner] | None = None
+    ) -> None:
+        """Build the peers, and their learners unless given.
+
+        Raises UserError for a method, model or data that cannot be used.
+        """
+        self.plan = plan
+        self.matchers = [create_matcher(method, matcher_settings(plan, i)) for i in range(plan.n)]
+        self.evidence = self.matchers[0].evidence
+        self.learners = make_learners(plan) if learners is None else learners
+        if len(self.learners) != plan.n:
+            raise ValueError(f"{len(self.learners)} learners for {plan.n} peers")
+        self.manifest = self.learners[0].manifest
+        self.initial = self.learners[0].initial()
+        self.models = [self.initial] * plan.n
+        self.t = 0
+        self.sketch: CountSketch | None = None
+        if self.evidence is Evidence.GRADIENT and plan.matching.evidence == "sketch":
+            trainable = self.manifest.trainable
+            self.sketch = CountSketch(trainable, plan.sketch_buckets(trainable), plan.seed)
+
+    def run(self, *, evaluate_every: int = 1) -> Iterator[list[Row]]:
+        """Yield the rows of every round that is left, as each is finished.
+
+        Accuracy and loss, of w_i^t on the peer's test set, are None except in every
+        `evaluate_every`-th round and the last.
+        """
+        while self.t < self.plan.rounds:
+            due = (self.t + 1) % evaluate_every == 0 or self.t + 1 == self.plan.rounds
+            yield self.step(evaluate=due)
+
+    def step(self, *, evaluate: bool = True) -> list[Row]:
+        """Run the next round at every peer and return its rows, by index."""
+        self.t += 1
+        trained = [
+            learner.fit(model, self.t)
+            for learner, model in zip(self.learners, self.models, strict=True)
+        ]
+        snapshots = _Snapshots(self, trained)
+        rows = []
+        for i in range(self.plan.n):
+            neighbours, payload = self._match(i, snapshots)
+            self.models[i] = self._mix(i, trained[i], neighbours, snapshots)
+            rows.append(self._row(i, neighbours, payload, evaluate=evaluate))
+        return rows
+
+    def _match(self, i: int, snapshots: _Snapshots) -> tuple[list[int], int]:
+        """Return N_i^t and the bytes of models and evidence that peer i received for it."""
+        t, seed, matcher = self.t, self.plan.seed, self.matchers[i]
+        known = [j for j in range(self.plan.n) if j != i]
+        asked = matcher.candidates(t, known, generator(seed, Purpose.CANDIDATES, index=i, t=t))
+        similarities = self._similarities(i, asked, snapshots)
+        rng = generator(seed, Purpose.SETTLE, index=i, t=t)
+        settled = matcher.settle(t, known, similarities, rng)
+        neighbours = [j for j in settled if snapshots.model(j) is not None]
+        return neighbours, self._payload(similarities, neighbours)
+
+    def _similarities(
+        self, i: int, asked: Sequence[int], snapshots: _Snapshots
+    ) -> dict[int, float]:
+        """Return s_ij of those asked whose evidence arrives."""
+        if self.evidence is Evidence.LOSS:
+            models = {j: model for j in asked if (model := snapshots.model(j)) is not None}
+            losses = self.learners[i].train_losses(list(models.values()), self.t)
+            return {j: loss_similarity(loss) for j, loss in zip(models, losses, strict=True)}
+        alpha = self.plan.matching.alpha
+        return {
+            j: gradient_similarity(snapshots.own_evidence(i), evidence, alpha)
+            for j in asked
+            if (evidence := snapshots.evidence(j)) is not None
+        }
+
+    def _payload(self, heard: Mapping[int, float], neighbours: Sequence[int]) -> int:
+        """Return the bytes received: evidence of those heard from, and models not part of it."""
+        item = WIDTH[self.plan.network.precision]
+        model = self.manifest.size * item
+        if self.sketch is not None:
+            evidence = 2 * self.sketch.buckets * WIDTH[SKETCH_PRECISION]
+            return len(heard) * evidence + len(neighbours) * model
+        update = self.manifest.trainable * item if self.evidence is Evidence.GRADIENT else 0
+        return len(heard) * (model + update) + len(set(neighbours) - set(heard)) * model
+
+    def _mix(self, i: int, own: Vector, neighbours: Sequence[int], snapshots: _Snapshots) -> Vector:
+        """Return w_i^t."""
+        weights = None
+        if self.plan.matching.weighting == "samples":
+            weights = [self.learners[j].samples for j in (i, *neighbours)]
+        others = [model for j in neighbours if (model := snapshots.model(j)) is not None]
+        return average(own, others, weights)
+
+    def _row(self, i: int, neighbours: list[int], payload: int, *, evaluate: bool) -> Row:
+        clusters = [self.plan.cluster_of(j) for j in range(self.plan.n)]
+        bag = self.matchers[i].bag
+        scores = self.learners[i].evaluate(self.models[i]) if evaluate else None
+        return {
+            "t": self.t,
+            "index": i,
+            "cluster": clusters[i],
+            "accuracy": scores.accuracy if scores else None,
+            "loss": scores.loss if scores else None,
+            "bag": sorted(bag),
+            "neighbours": neighbours,
+            "precision": precision(bag, i, clusters),
+            "recall": recall(bag, i, clusters),
+            "payload_received": payload,
+            "notes": self.matchers[i].notes,
+        }
+
+
+class _Snapshots:
+    """What the peers publish in one round, and what of it arrives at the others.
+
+    A model or an evidence that the receiver would refuse (not finite, norm over the limit) is None.
+    """
+
+    def __init__(self, population: Population, trained: Sequence[Vector]) -> None:
+        self._plan = population.plan
+        self._sketch = population.sketch
+        self._trainable = population.manifest.trainable
+        self._initial = population.initial
+        self._before = population.models.copy()
+        self._trained = trained
+        self._models: dict[int, Vector | None] = {}
+        self._own: dict[int, GradientEvidence] = {}
+
+    def model(self, j: int) -> Vector | None:
+        """Return w_j^{t-1/2} [e] as it arrives."""
+        if j not in self._models:
+            self._models[j] = self._arrive(self._trained[j], self._plan.network.precision)
+        return self._models[j]
+
+    def own_evidence(self, i: int) -> GradientEvidence:
+        """Return what peer i compares others with: g_i and h_i [trainable], or their sketches."""
+        if i not in self._own:
+            w, m = self._trained[i], self._trainable
+            g, h = (w - self._before[i])[:m], (w - self._initial)[:m]
+            if self._sketch is not None:
+                g, h = self._sketch.apply(g), self._sketch.apply(h)
+            self._own[i] = GradientEvidence(g, h)
+        return self._own[i]
+
+    def evidence(self, j: int) -> GradientEvidence | None:
+        """Return the evidence of peer j as it arrives: both sketches, or g_j, and h_j from w_j."""
+        own, precision = self.own_evidence(j), self._plan.network.precision
+        if self._sketch is not None:
+            g, h = (self._arrive(part, SKETCH_PRECISION) for part in own)
+        else:
+            w = self.model(j)
+            g = self._arrive(own.g, precision)
+            h = None if w is None else (w - self._initial)[: self._trainable]
+        return None if g is None or h is None else GradientEvidence(g, h)
+
+    def _arrive(self, vector: Vector, precision: Precision) -> Vector | None:
+        limit = self._plan.network.norm_limit
+        try:
+            return decode_vector([encode_vector(vector, precision)], vector.size, precision, limit)
+        except ProtocolError:
+            return None
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the figures of merit of one round's rows; None where no peer has a value."""
+
+    def values(key: str) -> list[float]:
+        return [row[key] for row in rows if row[key] is not None]
+
+    def mean(key: str) -> float | None:
+        return fmean(found) if (found := values(key)) else None
+
+    return {
+        "accuracy_mean": mean("accuracy"),
+        "accuracy_worst": min(values("accuracy"), default=None),
+        "precision": mean("precision"),
+        "recall": mean("recall"),
+        "clusters_found": clusters_found({row["index"]: row["bag"] for row in rows}),
+    }
+
+
+def compare_methods(
+    plan: Plan,
+    methods: Sequence[str],
+    progress: Callable[[str, int], None] | None = None,
+    *,
+    learners: Sequence[Learner] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Run the plan with each method, on the same data and w_0, and return a summary of each.
+
+    A summary is that of the last round (`summarise`) with `bytes_received`, the payload of the
+    whole run at all peers, and `wall_s`. `progress` is told the method and each finished round.
+    """
+    shared = make_learners(plan) if learners is None else learners
+    summaries = {}
+    for method in methods:
+        start, payload, rows = time.perf_counter(), 0, []
+        for rows in Population(plan, method, learners=shared).run(evaluate_every=plan.rounds):
+            payload += sum(row["payload_received"] for row in rows)
+            if progress is not None:
+                progress(method, rows[0]["t"])
+        wall = time.perf_counter() - start
+        summaries[method] = {**summarise(rows), "bytes_received": payload, "wall_s": wall}
+    return summaries
