@@ -11,6 +11,7 @@ sender's plan ("" from one that has no plan yet).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, Any, Final, Literal
 
@@ -30,11 +31,14 @@ MAX_PLAN = 32 * 1024
 """Bytes of a plan's TOML text."""
 
 MAX_UPDATES = 128
-"""Records that one message carries: they must fit the header with a margin."""
+"""Records that one message carries at most; see `fitting`."""
+
+CHUNK = 1024 * 1024
+"""Bytes of a chunk at most, so that no single frame is large."""
 
 PeerId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
-Address = Annotated[str, Field(pattern=r"^tcp://[^\s/@]{1,255}:[0-9]{1,5}$", max_length=280)]
+Address = Annotated[str, Field(pattern=r"^tcp://[A-Za-z0-9._-]{1,253}:[0-9]{1,5}$")]
 Index = Annotated[int, Field(ge=0, lt=MAX_PEERS)]
 Round = Annotated[int, Field(ge=0, le=10**9)]
 
@@ -240,22 +244,48 @@ class Done(_Message):
 
 
 class Refused(_Message):
-    """The request is not answered, and why."""
+    """The request is not answered, and why; `detail` is printable ASCII, as it ends up in logs."""
 
     kind: Literal["refused"] = "refused"
     reason: Annotated[Reason, Field(strict=False)]
-    detail: Annotated[str, Field(max_length=300)] = ""
+    detail: Annotated[str, Field(pattern=r"^[ -~]{0,300}$")] = ""
 
 
 Request = Enrol | Announce | Members | Ping | PingRequest | Leave | Probe | Pull | Await
 Reply = Enrolled | Known | Pong | Sketches | Model | Reached | Done | Refused
 Message = Request | Reply
 
+REPLIES: Final[dict[type[Request], type[Reply]]] = {
+    Enrol: Enrolled,
+    Announce: Known,
+    Members: Known,
+    Ping: Pong,
+    PingRequest: Pong,
+    Leave: Done,
+    Probe: Sketches,
+    Pull: Model,
+    Await: Reached,
+}
+"""What answers what, beside a refusal."""
+
 _ADAPTER: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 
 
+def fitting(updates: Iterable[Update]) -> tuple[Update, ...]:
+    """Return the first of `updates`, as many as one header surely holds."""
+    chosen: list[Update] = []
+    room = MAX_HEADER - 1024
+    for update in updates:
+        # All but the addresses is at most 330 bytes long.
+        room -= 330 + len(update.record.control) + len(update.record.data)
+        if room < 0 or len(chosen) == MAX_UPDATES:
+            break
+        chosen.append(update)
+    return tuple(chosen)
+
+
 def encode(message: Message) -> bytes:
-    """Return the header bytes of `message`. Raises ValueError when it is longer than `MAX_HEADER`."""
+    """Return the header of `message`. Raises ValueError when it is longer than `MAX_HEADER`."""
     header: bytes = msgpack.packb(message.model_dump(mode="json"))
     if len(header) > MAX_HEADER:
         raise ValueError(f"a {message.kind} header of {len(header)} bytes is too long to send")

@@ -1,0 +1,515 @@
+"""Requests and replies over ZeroMQ: who is asked, who answers, and what nobody may break.
+
+Contract. A `Transport` binds one ROUTER for control and one for data, so that a ping never queues
+behind models, and keeps one DEALER per address it has asked something. Every message from outside
+passes `messages.decode`; what does not is counted, logged once a sender and dropped. A request gets
+at most one reply; a reply that comes too late is dropped.
+
+Known traps, and what is done about them:
+- A cancelled `recv` of `zmq.asyncio` can lose a message: every socket has one receiver task, which
+  is only ever cancelled when its socket is closed.
+- A send that blocks makes all later ones of the same socket wait: all sends are non-blocking and
+  tried again, each by its own task and for a bounded time.
+- A connection to a host that vanished looks open for minutes: after a request during which nothing
+  was heard, the next one to that address makes a new connection.
+- libzmq resolves names in its only I/O thread: names are resolved before they reach it.
+- MAXMSGSIZE bounds a frame, not a message of endless frames, which libzmq gathers before anyone can
+  look at it: what bounds that is who may connect, and the memory limit of the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket as sockets
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from ipaddress import IPv4Address
+from types import TracebackType
+from typing import Any, Final, Self
+
+import zmq
+import zmq.asyncio
+
+from peer.errors import ProtocolError, RefusedError, UnreachableError, UserError
+from peer.network.address import HostPort, parse_address
+from peer.network.messages import (
+    CHUNK,
+    MAX_HEADER,
+    REPLIES,
+    Reason,
+    Refused,
+    Reply,
+    Request,
+    decode,
+    encode,
+)
+from peer.network.traffic import Fault, Traffic
+
+log = logging.getLogger(__name__)
+
+Buffer = bytes | bytearray | memoryview
+Handler = Callable[[Request, Sequence[memoryview]], Awaitable[tuple[Reply, Sequence[Buffer]]]]
+"""Answers a request (with the chunks that came with it) by a reply and its chunks.
+
+Raises RefusedError to refuse. The chunks of a reply are not copied: they must not change any more.
+"""
+
+MAX_WAITING = 256
+"""Requests that a transport works on at once; further ones are refused as busy."""
+MAX_WAITING_PER_SENDER = 16
+MAX_REQUEST_CHUNKS = 15
+"""Chunks that a request may bring, each of at most `MAX_HEADER` bytes."""
+SEND_PATIENCE = 10.0
+"""Seconds that a reply waits for a receiver that does not read."""
+MAX_LINKS = 512
+"""Connections to others that are kept open; the least recently used is closed first."""
+IDLE_LINK = 120.0
+"""Seconds after which an unused connection is closed."""
+MAX_LOGGED = 1024
+"""Senders whose faults are logged (once each) before faults are only counted."""
+MAX_SOCKETS = 16_384
+"""Sockets that one ZeroMQ context may hold: several transports can share it."""
+
+_FRAME_MARGIN: Final = 1024
+
+
+@dataclass
+class _Pending:
+    """A request without its reply yet."""
+
+    expected: type[Reply]
+    max_payload: int
+    reply: asyncio.Future[tuple[Reply, list[memoryview]]]
+
+
+@dataclass(eq=False)
+class _Link:
+    """The connection to one address. A retired one is closed as soon as nobody waits on it."""
+
+    address: str
+    socket: zmq.asyncio.Socket
+    heard: float
+    used: float
+    pending: dict[int, _Pending] = field(default_factory=dict)
+    retired: bool = False
+
+    def fail(self, error: Exception) -> None:
+        """Give all who wait on this connection an error."""
+        for pending in self.pending.values():
+            if not pending.reply.done():
+                pending.reply.set_exception(error)
+
+
+class Transport:
+    """Asks others and answers them; an async context manager that owns its sockets and tasks.
+
+    Args:
+        listen: HOST:PORT to bind; port 0 takes any free one. The data socket takes the next port,
+            or any free one as well.
+        advertise: HOST or HOST:PORT that others are told to dial, if it differs from what is bound.
+        handler: answers requests; each call runs in its own task.
+        traffic: where messages and faults are counted.
+        context: a ZeroMQ context to share with other transports of this process.
+        data: whether to bind a data socket; without one `data` equals `control`.
+
+    Attributes:
+        control, data: the advertised addresses, tcp://HOST:PORT, once entered.
+
+    Entering raises UserError when an address cannot be bound.
+    """
+
+    control: str
+    data: str
+
+    def __init__(
+        self,
+        *,
+        listen: str,
+        advertise: str | None = None,
+        handler: Handler,
+        traffic: Traffic,
+        context: zmq.asyncio.Context | None = None,
+        data: bool = True,
+    ) -> None:
+        self._listen = parse_address(listen, listening=True)
+        self._advertise = (
+            None if advertise is None else parse_address(advertise, default_port=0, listening=True)
+        )
+        self._handler = handler
+        self.traffic = traffic
+        self._shared_context = context
+        self._with_data = data
+        self._sender = self._plan = ""
+        self._ids = itertools.cycle(range(2**32))
+        self._links: OrderedDict[str, _Link] = OrderedDict()
+        self._open: set[zmq.asyncio.Socket] = set()
+        self._running: set[asyncio.Task[None]] = set()
+        self._answering = 0
+        self._waiting: Counter[bytes] = Counter()
+        self._logged: set[object] = set()
+
+    def introduce(self, *, sender: str, plan: str) -> None:
+        """Set the peer id and plan digest that go with every message from now on."""
+        self._sender, self._plan = sender, plan
+
+    async def __aenter__(self) -> Self:
+        self._context = self._shared_context or zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self._resolver = ThreadPoolExecutor(2, thread_name_prefix="resolve")
+        try:
+            routers = await self._bind()
+        except BaseException:
+            self._close_sockets()
+            raise
+        self._tasks = await asyncio.TaskGroup().__aenter__()
+        for name, router in zip(("control", "data"), routers, strict=False):
+            self._spawn(self._serve(router), f"serve-{name}")
+        self._spawn(self._close_idle(), "close-idle-links")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for link in self._links.values():
+            link.fail(UnreachableError("the transport is closed"))
+        for task in self._running:
+            task.cancel()
+        try:
+            # An error of the body goes on as it is, not in a group. A cancellation may be the
+            # group's own, because a receiver failed: the group must see it.
+            if isinstance(error, asyncio.CancelledError):
+                await self._tasks.__aexit__(kind, error, traceback)
+            else:
+                await self._tasks.__aexit__(None, None, None)
+        finally:
+            self._close_sockets()
+
+    async def request(
+        self, address: str, request: Request, *, timeout: float, max_payload: int = 0
+    ) -> tuple[Reply, list[memoryview]]:
+        """Ask `address` (tcp://HOST:PORT) and return its reply with its chunks.
+
+        The reply is of the kind that answers `request`, its chunks together at most `max_payload`
+        bytes. Raises UnreachableError without an answer in `timeout` seconds, RefusedError when
+        the answer is a refusal, ProtocolError when it is not what the protocol allows.
+        """
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        number = next(self._ids)
+        stamp = {"id": number, "sender": self._sender, "plan": self._plan}
+        header = encode(request.model_copy(update=stamp))
+        pending = _Pending(REPLIES[type(request)], max_payload, loop.create_future())
+        link: _Link | None = None
+        try:
+            async with asyncio.timeout(timeout):
+                link = await self._link(address)
+                link.pending[number] = pending
+                link.used = started
+                if await _send(link.socket, [header], timeout):
+                    self.traffic.sent(request.kind, len(header), 0)
+                reply, chunks = await pending.reply
+        except TimeoutError:
+            if link is not None and link.heard < started:
+                self._retire(link)
+            raise UnreachableError(f"no answer from {address} within {timeout:.3g} s") from None
+        finally:
+            if link is not None:
+                link.pending.pop(number, None)
+                if link.retired:
+                    self._retire(link)
+        if isinstance(reply, Refused):
+            raise RefusedError(reply.reason, reply.detail)
+        return reply, chunks
+
+    def forget(self, address: str) -> None:
+        """Close the connection to `address`, if there is one; requests on it become unreachable."""
+        link = self._links.get(address)
+        if link is not None:
+            link.fail(UnreachableError(f"{address} was given up"))
+            self._retire(link)
+
+    def blame(self, fault: Fault, culprit: object, detail: str) -> None:
+        """Count a fault, and log it unless something of the same culprit was logged before."""
+        self.traffic.fault(fault)
+        if culprit not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(culprit)
+            log.warning("%s: %s (further ones are counted, not logged)", fault, detail)
+
+    # Listening.
+
+    async def _bind(self) -> list[zmq.asyncio.Socket]:
+        """Bind the ROUTERs and set the advertised addresses."""
+        host = await self._resolve(self._listen.host, "listen on")
+        port = self._listen.port
+        routers = [self._router(HostPort(host, port), models=False)]
+        if self._with_data:
+            routers.append(self._router(HostPort(host, port and port + 1), models=True))
+        bound = [
+            int(str(router.get_string(zmq.LAST_ENDPOINT)).rpartition(":")[2]) for router in routers
+        ]
+        if self._advertise is None:
+            shown = [HostPort(self._listen.host, port) for port in bound]
+        elif self._advertise.port == 0:
+            shown = [HostPort(self._advertise.host, port) for port in bound]
+        else:
+            first = self._advertise
+            shown = [HostPort(first.host, first.port + offset) for offset in range(len(bound))]
+        self.control, self.data = shown[0].url, shown[-1].url
+        return routers
+
+    def _router(self, address: HostPort, *, models: bool) -> zmq.asyncio.Socket:
+        router = self._socket(zmq.ROUTER)
+        router.set(zmq.MAXMSGSIZE, MAX_HEADER + _FRAME_MARGIN)
+        router.set(zmq.ROUTER_MANDATORY, 1)
+        # Replies that are under way when the transport closes get a moment to leave.
+        router.set(zmq.LINGER, 200)
+        router.set(zmq.SNDHWM, 4 if models else 64)
+        try:
+            router.bind(address.url.removesuffix(":0") + (":*" if address.port == 0 else ""))
+        except zmq.ZMQError as error:
+            raise UserError(
+                f"cannot listen on {address.host}:{address.port}: {error.strerror}",
+                "give --listen another HOST:PORT; port 0 takes any free one",
+            ) from None
+        return router
+
+    async def _serve(self, router: zmq.asyncio.Socket) -> None:
+        while True:
+            routing_id, *parts = await router.recv_multipart(copy=False)
+            self._accept(router, routing_id.bytes, parts)
+            # A receive that finds a message waiting does not yield: a flood must not stop the loop.
+            await asyncio.sleep(0)
+
+    def _accept(
+        self, router: zmq.asyncio.Socket, routing_id: bytes, parts: list[zmq.Frame]
+    ) -> None:
+        """Decode one request and start a task that answers it."""
+        if not 1 <= len(parts) <= 1 + MAX_REQUEST_CHUNKS:
+            self.blame(Fault.FRAMES, routing_id, f"a message of {len(parts)} frames")
+            return
+        header, *chunks = (part.buffer for part in parts)
+        try:
+            request = decode(header)
+        except ProtocolError as error:
+            self.blame(Fault.UNDECODABLE, routing_id, str(error))
+            return
+        if not isinstance(request, Request):
+            self.blame(Fault.NOT_A_REQUEST, routing_id, f"{request.kind} is not a request")
+            return
+        self.traffic.received(request.kind, len(header), sum(map(len, chunks)))
+        if self._answering >= MAX_WAITING or self._waiting[routing_id] >= MAX_WAITING_PER_SENDER:
+            self.traffic.fault(Fault.BUSY)
+            refused = Refused(reason=Reason.BUSY)
+            answer = self._reply(router, routing_id, request, refused, (), patience=0)
+        else:
+            self._answering += 1
+            self._waiting[routing_id] += 1
+            answer = self._answer(router, routing_id, request, chunks)
+        self._spawn(answer, f"answer-{request.kind}-{request.sender[:8]}")
+
+    async def _answer(
+        self,
+        router: zmq.asyncio.Socket,
+        routing_id: bytes,
+        request: Request,
+        chunks: Sequence[memoryview],
+    ) -> None:
+        try:
+            try:
+                reply, payload = await self._handler(request, chunks)
+            except RefusedError as refusal:
+                reply, payload = _refused(refusal), ()
+            except Exception as error:  # whatever a handler raises, the peer lives on
+                self.traffic.fault(Fault.HANDLER)
+                if (culprit := (request.kind, type(error))) not in self._logged:
+                    self._logged.add(culprit)
+                    log.exception("answering a %s failed", request.kind)
+                reply, payload = Refused(reason=Reason.BAD_REQUEST), ()
+            await self._reply(router, routing_id, request, reply, payload, patience=SEND_PATIENCE)
+        finally:
+            self._answering -= 1
+            self._waiting[routing_id] -= 1
+            if not self._waiting[routing_id]:
+                del self._waiting[routing_id]
+
+    async def _reply(
+        self,
+        router: zmq.asyncio.Socket,
+        routing_id: bytes,
+        request: Request,
+        reply: Reply,
+        chunks: Sequence[Buffer],
+        *,
+        patience: float,
+    ) -> None:
+        stamp = {"id": request.id, "sender": self._sender, "plan": self._plan}
+        header = encode(reply.model_copy(update=stamp))
+        if await _send(router, [routing_id, header, *chunks], patience):
+            self.traffic.sent(reply.kind, len(header), sum(map(len, chunks)))
+        else:
+            self.blame(Fault.SLOW_READER, routing_id, f"a {reply.kind} was not taken")
+
+    # Asking.
+
+    async def _link(self, address: str) -> _Link:
+        """Return the connection to `address`, made now if need be."""
+        loop = asyncio.get_running_loop()
+        if address not in self._links:
+            try:
+                target = parse_address(address)
+                host = await self._resolve(target.host, "dial")
+            except UserError as error:
+                raise UnreachableError(error.message) from None
+            # While the name was looked up another request may have made the connection.
+            if address not in self._links:
+                while len(self._links) >= MAX_LINKS:
+                    self._retire(next(iter(self._links.values())))
+                dealer = self._socket(zmq.DEALER)
+                dealer.set(zmq.IMMEDIATE, 1)
+                dealer.set(zmq.MAXMSGSIZE, CHUNK + _FRAME_MARGIN)
+                dealer.set(zmq.LINGER, 0)
+                dealer.set(zmq.SNDHWM, 64)
+                dealer.connect(HostPort(host, target.port).url)
+                link = _Link(address, dealer, heard=loop.time(), used=loop.time())
+                self._links[address] = link
+                self._spawn(self._collect(link), f"collect-{address}")
+        self._links.move_to_end(address)
+        return self._links[address]
+
+    async def _collect(self, link: _Link) -> None:
+        while True:
+            header, *chunks = await link.socket.recv_multipart(copy=False)
+            link.heard = asyncio.get_running_loop().time()
+            self._deliver(link, header.buffer, [chunk.buffer for chunk in chunks])
+            await asyncio.sleep(0)
+
+    def _deliver(self, link: _Link, header: memoryview, chunks: list[memoryview]) -> None:
+        """Hand one reply to the request that waits for it."""
+        try:
+            reply = decode(header)
+            if not isinstance(reply, Reply):
+                raise ProtocolError(f"{reply.kind} is not a reply")
+        except ProtocolError as error:
+            # It cannot be told whose reply this was meant to be: trust none of this connection's.
+            self.blame(Fault.BAD_REPLY, link.address, f"{link.address}: {error}")
+            link.fail(error)
+            return
+        payload = sum(map(len, chunks))
+        self.traffic.received(reply.kind, len(header), payload)
+        pending = link.pending.get(reply.id)
+        if pending is None or pending.reply.done():
+            self.traffic.fault(Fault.LATE)
+            return
+        try:
+            if not isinstance(reply, pending.expected | Refused):
+                raise ProtocolError(f"{reply.kind} instead of {pending.expected.__name__}")
+            limit = 0 if isinstance(reply, Refused) else pending.max_payload
+            # One more chunk than full ones would need, for each of the two vectors of a model.
+            if payload > limit or len(chunks) > limit // CHUNK + 2:
+                raise ProtocolError(f"{len(chunks)} chunks of {payload} bytes, at most {limit}")
+        except ProtocolError as error:
+            self.blame(Fault.BAD_REPLY, link.address, f"{link.address}: {error}")
+            pending.reply.set_exception(error)
+            return
+        pending.reply.set_result((reply, chunks))
+
+    def _retire(self, link: _Link) -> None:
+        """Use `link` no more, and close it once nobody waits on it."""
+        if self._links.get(link.address) is link:
+            del self._links[link.address]
+        link.retired = True
+        if not link.pending:
+            self._close(link.socket)
+
+    async def _close_idle(self) -> None:
+        while True:
+            await asyncio.sleep(IDLE_LINK / 4)
+            oldest = asyncio.get_running_loop().time() - IDLE_LINK
+            for link in list(self._links.values()):
+                if link.used < oldest and not link.pending:
+                    self._retire(link)
+
+    # Sockets and tasks.
+
+    def _socket(self, kind: int) -> zmq.asyncio.Socket:
+        created = self._context.socket(kind)
+        self._open.add(created)
+        created.set(zmq.RCVHWM, 4)
+        created.set(zmq.HANDSHAKE_IVL, 3_000)
+        created.set(zmq.RECONNECT_IVL, 100)
+        created.set(zmq.RECONNECT_IVL_MAX, 5_000)
+        created.set(zmq.TCP_KEEPALIVE, 1)
+        created.set(zmq.TCP_KEEPALIVE_IDLE, 15)
+        created.set(zmq.TCP_KEEPALIVE_INTVL, 5)
+        created.set(zmq.TCP_KEEPALIVE_CNT, 3)
+        # Milliseconds for which sent bytes may go unacknowledged.
+        created.set(zmq.TCP_MAXRT, 30_000)
+        created.set(zmq.IPV6, 0)
+        return created
+
+    def _close(self, socket: zmq.asyncio.Socket) -> None:
+        """Close a socket; its receiver ends with it."""
+        self._open.discard(socket)
+        socket.close()
+
+    def _close_sockets(self) -> None:
+        for socket in list(self._open):
+            self._close(socket)
+        self._links.clear()
+        self._resolver.shutdown(wait=False, cancel_futures=True)
+        if self._shared_context is None:
+            self._context.term()
+
+    async def _resolve(self, host: str, purpose: str) -> str:
+        """Return the IPv4 address of a host. Raises UserError when there is none."""
+        try:
+            return str(IPv4Address(host))
+        except ValueError:
+            pass
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.run_in_executor(
+                self._resolver, lambda: sockets.getaddrinfo(host, None, sockets.AF_INET)
+            )
+        except (OSError, UnicodeError) as error:
+            raise UserError(f"cannot {purpose} {host}: {error}", "check the host's name") from None
+        return str(found[0][4][0])
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = self._tasks.create_task(work, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+
+async def _send(socket: zmq.asyncio.Socket, frames: Sequence[Buffer], patience: float) -> bool:
+    """Return whether the frames could be handed to ZeroMQ within `patience` seconds."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + patience
+    pause = 0.001
+    while True:
+        try:
+            # pyzmq copies frames below 64 KiB all the same, where copying is cheaper.
+            await socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            if loop.time() + pause > deadline:
+                return False
+        except zmq.ZMQError:
+            # The receiver is gone, or the socket was closed meanwhile.
+            return False
+        else:
+            return True
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, 0.05)
+
+
+def _refused(refusal: RefusedError) -> Refused:
+    detail = refusal.detail.encode("ascii", "replace").decode()
+    printable = "".join(c if c.isprintable() else "?" for c in detail)
+    return Refused(reason=Reason(refusal.reason), detail=printable[:300])
