@@ -1,0 +1,50 @@
+"""The one definition of local training's order: learning rate, batches, and the samples of a loss.
+
+Everything that trains (one model at a time on a device, many at once in a laboratory) takes its
+numbers from here, so that the results agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from peer.plan import Plan
+from peer.randomness import Purpose, generator
+
+Indices = npt.NDArray[np.int64]
+
+
+def learning_rate(plan: Plan, t: int) -> float:
+    """Return the learning rate of round t (1-based): lr * lr_decay^(t-1)."""
+    return plan.training.lr * plan.training.lr_decay ** (t - 1)
+
+
+def epoch_orders(plan: Plan, index: int, t: int, samples: int) -> Iterator[Indices]:
+    """Yield the order [samples] of each of the E local epochs of peer `index` in round t."""
+    rng = generator(plan.seed, Purpose.BATCHES, index=index, t=t)
+    for _ in range(plan.training.epochs):
+        yield rng.permutation(samples)
+
+
+def batches(order: Indices, size: int, *, fewest: int = 1) -> list[Indices]:
+    """Cut an epoch's order [m] into batches of `size`.
+
+    [choice] The last batch, however small, is used too, except that fewer than `fewest` samples
+    join the batch before it (BatchNorm cannot train on one).
+    """
+    cuts = list(range(size, len(order), size))
+    if cuts and len(order) - cuts[-1] < fewest:
+        cuts.pop()
+    return np.split(order, cuts)
+
+
+def loss_sample(plan: Plan, index: int, t: int, samples: int) -> Indices:
+    """Return which of its training samples peer `index` computes losses on in round t.
+
+    min(loss_samples, samples) of them, drawn without replacement.
+    """
+    rng = generator(plan.seed, Purpose.LOSS_SAMPLES, index=index, t=t)
+    return rng.choice(samples, size=min(plan.matching.loss_samples, samples), replace=False)
