@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from peer.command import end_on_signal, run_command
-from peer.display import PeerView, configure_logging, log_fields
+from peer.display import PeerView, configure_logging
 from peer.settings import PeerSettings
-
-if TYPE_CHECKING:
-    from peer.rounds import Result
 
 app = typer.Typer(
     add_completion=False,
@@ -85,38 +80,17 @@ def run(
     settings = PeerSettings.gather(config=config, **flags)
     settings.check()
     configure_logging(settings.log)
-    end_on_signal(run_replicas(settings))
+    end_on_signal(_host(settings))
 
 
-async def run_replicas(settings: PeerSettings) -> list[Result]:
-    """Run `settings.replicas` peers in this process: own sockets, state and index, one training
-    thread and one torch. Raises what the first failing peer raises."""
-    import zmq.asyncio
+async def _host(settings: PeerSettings) -> None:
+    from peer.hosting import host
 
-    from peer.node import Peer, first_failure
-
-    worker = ThreadPoolExecutor(1, thread_name_prefix="train")
-    context = zmq.asyncio.Context()
-
-    async def one(number: int) -> Result:
-        if settings.replicas > 1:
-            with log_fields(replica=number):
-                return await Peer(settings.replica(number), worker=worker, context=context).run()
-        with PeerView() as view:
-            return await Peer(settings, on_round=view.update, worker=worker, context=context).run()
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(one(number), name=f"peer-{number}")
-                for number in range(settings.replicas)
-            ]
-    except BaseExceptionGroup as failures:
-        raise first_failure(failures) from None
-    finally:
-        worker.shutdown(wait=False, cancel_futures=True)
-        context.term()
-    return [task.result() for task in tasks]
+    if settings.replicas > 1:
+        await host(settings)
+        return
+    with PeerView() as view:
+        await host(settings, on_round=view.update)
 
 
 @app.command()

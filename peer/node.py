@@ -45,21 +45,26 @@ class Peer:
     """One peer of a federation, from its first message to its last round.
 
     `await run()` returns the `Result`. Cancelling it ends the peer cleanly: the others are told,
-    and the state directory holds the last finished round. `make_learner` replaces the learner that
-    the plan and the settings name (for data or models that live in memory). `on_round` is called
-    with the plan and the metrics of every finished round.
+    and the state directory holds the last finished round. `plan` replaces the settings' plan file,
+    `make_learner` the learner that plan and settings name (for data or models that live in
+    memory). `on_listening` is called with the peer's address, `on_round` with the plan and the
+    metrics of every finished round.
     """
 
     def __init__(
         self,
         settings: PeerSettings,
         *,
+        plan: Plan | None = None,
         make_learner: LearnerFactory | None = None,
+        on_listening: Callable[[str], None] | None = None,
         on_round: Callable[[Plan, MetricRow], None] | None = None,
         worker: ThreadPoolExecutor | None = None,
         context: zmq.asyncio.Context | None = None,
     ) -> None:
         self._settings = settings
+        self._plan = plan
+        self._on_listening = on_listening
         self._make_learner = make_learner
         self._on_round = on_round
         self._worker = worker or ThreadPoolExecutor(1, thread_name_prefix="train")
@@ -84,6 +89,8 @@ class Peer:
                 traffic=self._traffic,
                 context=self._context,
             ) as transport:
+                if self._on_listening is not None:
+                    self._on_listening(transport.control)
                 plan, index = await self._enrol(transport, identity, checkpoint)
                 _check_checkpoint(checkpoint, plan, index, settings.state)
                 state.keep_identity(identity.model_copy(update={"index": index}))
@@ -167,8 +174,10 @@ class Peer:
     ) -> tuple[Plan, int]:
         """Return the plan and this peer's index, from the plan file or the bootstrap node."""
         settings = self._settings
-        if settings.plan is not None and settings.index is not None:
+        plan = self._plan
+        if plan is None and settings.plan is not None:
             plan = Plan.load(settings.plan)
+        if plan is not None and settings.index is not None:
             if settings.index >= plan.n:
                 raise UserError(f"--index {settings.index} is not in 0..{plan.n - 1}")
             return plan, settings.index

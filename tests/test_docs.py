@@ -1,0 +1,41 @@
+"""The documentation names every key there is, and none that there is not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from peer.plan import MatchingPlan, NetworkPlan, PartitionPlan, Plan, TrainingPlan
+from peer.settings import PeerSettings
+
+ROOT = Path(__file__).parents[1]
+
+
+def documented(page: str, start: str, end: str) -> set[str]:
+    """Return the keys in the first column of the tables between two headings of a page."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    part = text[text.index(start) :]
+    if end:
+        part = part[: part.index(end)]
+    return set(re.findall(r"^\| `([a-z0-9_]+)`", part, flags=re.M))
+
+
+@pytest.mark.parametrize(
+    ("page", "start", "end", "model"),
+    [
+        ("plans.md", "## The federation", "### Methods", Plan),
+        ("plans.md", "## `[matching]`", "## `[partition]`", MatchingPlan),
+        ("plans.md", "## `[partition]`", "## `[training]`", PartitionPlan),
+        ("plans.md", "## `[training]`", "## `[network]`", TrainingPlan),
+        ("plans.md", "## `[network]`", "", NetworkPlan),
+        ("peers.md", "## Settings", "## ", PeerSettings),
+    ],
+)
+def test_every_key_is_documented(page: str, start: str, end: str, model: type[BaseModel]) -> None:
+    tables = {"matching", "partition", "training", "network"} if model is Plan else set()
+    if page == "peers.md":
+        end = "## State"
+    assert documented(page, start, end) == set(model.model_fields) - tables
