@@ -192,7 +192,12 @@ class Transport:
             self._close_sockets()
 
     async def request(
-        self, address: str, request: Request, *, timeout: float, max_payload: int = 0
+        self,
+        address: str,
+        request: Request,
+        *,
+        timeout: float,  # noqa: ASYNC109 - it covers the look-up, the connection and the answer
+        max_payload: int = 0,
     ) -> tuple[Reply, list[memoryview]]:
         """Ask `address` (tcp://HOST:PORT) and return its reply with its chunks.
 
@@ -307,7 +312,7 @@ class Transport:
         if self._answering >= MAX_WAITING or self._waiting[routing_id] >= MAX_WAITING_PER_SENDER:
             self.traffic.fault(Fault.BUSY)
             refused = Refused(reason=Reason.BUSY)
-            answer = self._reply(router, routing_id, request, refused, (), patience=0)
+            answer = self._reply(router, routing_id, request, refused, patience=0)
         else:
             self._answering += 1
             self._waiting[routing_id] += 1
@@ -324,15 +329,15 @@ class Transport:
         try:
             try:
                 reply, payload = await self._handler(request, chunks)
+                await self._reply(router, routing_id, request, reply, payload)
             except RefusedError as refusal:
-                reply, payload = _refused(refusal), ()
-            except Exception as error:  # whatever a handler raises, the peer lives on
+                await self._reply(router, routing_id, request, _refused(refusal))
+            except Exception as error:  # whatever a handler does wrong, the peer lives on
                 self.traffic.fault(Fault.HANDLER)
                 if (culprit := (request.kind, type(error))) not in self._logged:
                     self._logged.add(culprit)
                     log.exception("answering a %s failed", request.kind)
-                reply, payload = Refused(reason=Reason.BAD_REQUEST), ()
-            await self._reply(router, routing_id, request, reply, payload, patience=SEND_PATIENCE)
+                await self._reply(router, routing_id, request, Refused(reason=Reason.BAD_REQUEST))
         finally:
             self._answering -= 1
             self._waiting[routing_id] -= 1
@@ -345,9 +350,9 @@ class Transport:
         routing_id: bytes,
         request: Request,
         reply: Reply,
-        chunks: Sequence[Buffer],
+        chunks: Sequence[Buffer] = (),
         *,
-        patience: float,
+        patience: float = SEND_PATIENCE,
     ) -> None:
         stamp = {"id": request.id, "sender": self._sender, "plan": self._plan}
         header = encode(reply.model_copy(update=stamp))
@@ -510,6 +515,9 @@ async def _send(socket: zmq.asyncio.Socket, frames: Sequence[Buffer], patience: 
 
 
 def _refused(refusal: RefusedError) -> Refused:
+    """Return the message that carries a refusal, in the characters that it allows."""
     detail = refusal.detail.encode("ascii", "replace").decode()
     printable = "".join(c if c.isprintable() else "?" for c in detail)
-    return Refused(reason=Reason(refusal.reason), detail=printable[:300])
+    known = {reason.value for reason in Reason}
+    reason = Reason(refusal.reason) if refusal.reason in known else Reason.BAD_REQUEST
+    return Refused(reason=reason, detail=printable[:300])
