@@ -166,33 +166,26 @@ class _LiveView:
 class PeerView(_LiveView):
     """One live line about a single peer."""
 
-    def __init__(self, plan: Plan, *, stream: TextIO | None = None) -> None:
+    def __init__(self, *, stream: TextIO | None = None) -> None:
         super().__init__(stream)
-        self._plan = plan
-        self._state = "joining"
-        self._row: MetricRow | None = None
+        self._latest: tuple[Plan, MetricRow] | None = None
 
-    def update(self, row: MetricRow) -> None:
+    def update(self, plan: Plan, row: MetricRow) -> None:
         """Show a finished round."""
-        self._row = row
-        self._state = "finished" if row.t >= self._plan.rounds else "running"
-
-    def state(self, word: str) -> None:
-        """Show a state: joining, waiting, running, finished, leaving."""
-        self._state = word
+        self._latest = plan, row
 
     def first_line(self) -> str:
-        plan = self._plan
-        return f"{plan.name}: {plan.method} on {plan.data}, n={plan.n}, {plan.rounds} rounds"
+        return self._line()
 
     def last_line(self) -> str:
         return self._line()
 
     def _line(self) -> str:
-        row = self._row
-        if row is None:
-            return f"{self._plan.name}  {self._state}"
-        parts = [f"peer {row.index}", f"round {row.t}/{self._plan.rounds}"]
+        if self._latest is None:
+            return "joining"
+        plan, row = self._latest
+        parts = [f"{plan.name} ({plan.method}, {plan.data})", f"peer {row.index}"]
+        parts.append(f"round {row.t}/{plan.rounds}")
         parts.append(f"accuracy {percent(row.accuracy)}")
         if row.bag_size is not None:
             parts.append(f"bag {row.bag_size}")
@@ -200,7 +193,7 @@ class PeerView(_LiveView):
             parts.append(f"precision {ratio(row.precision)}")
         parts.append(f"sent {human_bytes(row.wire_sent)}")
         parts.append(f"received {human_bytes(row.wire_received)}")
-        return "  ".join([*parts, self._state])
+        return "  ".join(parts)
 
     def _render(self) -> Text:
         from rich.text import Text
@@ -257,7 +250,9 @@ class FederationView(_LiveView):
         total = self._totals()
         table = Table(
             box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
             show_footer=True,
+            title_style="bold",
             title=f"{self._plan.method} on {self._plan.data}, {self._plan.rounds} rounds",
             title_justify="left",
         )
@@ -265,7 +260,7 @@ class FederationView(_LiveView):
         table.add_column("cluster")
         table.add_column("round", total["round"], justify="right")
         table.add_column("accuracy", total["accuracy"], justify="right")
-        table.add_column("bag")
+        table.add_column("bag", justify="right")
         table.add_column("precision", total["precision"], justify="right")
         table.add_column("sent", total["sent"], justify="right")
         table.add_column("received", total["received"], justify="right")
@@ -284,14 +279,13 @@ class FederationView(_LiveView):
         mark = Text("-")
         if row.cluster is not None:
             mark = Text(f"■ {row.cluster}", CLUSTER_COLOURS[row.cluster % len(CLUSTER_COLOURS)])
-        bag = "-" if row.bag_size is None else "●" * min(row.bag_size, 12) + f" {row.bag_size}"
         style = {"killed": "red", "failed": "red", "finished": "green"}.get(state, "")
         return [
             str(index),
             mark,
             str(row.t),
             percent(row.accuracy),
-            bag,
+            "-" if row.bag_size is None else str(row.bag_size),
             ratio(row.precision),
             human_bytes(row.wire_sent),
             human_bytes(row.wire_received),
