@@ -389,7 +389,7 @@ class Transport:
         return self._links[address]
 
     async def _collect(self, link: _Link) -> None:
-        while True:
+        while not link.socket.closed:
             header, *chunks = await link.socket.recv_multipart(copy=False)
             link.heard = asyncio.get_running_loop().time()
             self._deliver(link, header.buffer, [chunk.buffer for chunk in chunks])
