@@ -352,10 +352,11 @@ class Transport:
         reply: Reply,
         chunks: Sequence[Buffer] = (),
         *,
-        patience: float = SEND_PATIENCE,
+        patience: float | None = None,
     ) -> None:
         stamp = {"id": request.id, "sender": self._sender, "plan": self._plan}
         header = encode(reply.model_copy(update=stamp))
+        patience = SEND_PATIENCE if patience is None else patience
         if await _send(router, [routing_id, header, *chunks], patience):
             self.traffic.sent(reply.kind, len(header), sum(map(len, chunks)))
         else:
