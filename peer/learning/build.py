@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from peer.errors import UserError
 from peer.learning import estimator_learner
 from peer.learning.learner import Learner
 from peer.learning.partition import deal
 from peer.learning.sources import load_dataset
 from peer.plan import Plan
+
+_plan_dataset = lru_cache(maxsize=1)(load_dataset)
+"""A built-in data set never changes: peers of one process share it."""
 
 
 def make_learner(
@@ -35,7 +40,8 @@ def make_learner(
         raise UserError(f"the plan's model is {plan.model}, not custom", "leave out --model")
     if data is None and plan.data == "own":
         raise UserError("the plan wants each peer's own data", "name them: --data SPEC")
-    dataset = load_dataset(data or plan.data, seed=plan.seed, classes=plan.classes)
+    load = _plan_dataset if data is None else load_dataset
+    dataset = load(data or plan.data, seed=plan.seed, classes=plan.classes)
     dealt = deal(dataset, plan, index, own=data is not None)
     if plan.model in estimator_learner.KINDS:
         if device != "cpu":

@@ -38,6 +38,7 @@ class EstimatorLearner:
         self._index = index
         self._train_x = data.train_x.reshape(len(data.train_y), -1)
         self._test_x = data.test_x.reshape(len(data.test_y), -1)
+        self._batch = min(plan.training.batch, self.samples)
         self._manifest = Manifest(tuple(Entry(n, s) for n, s in self._shapes().items()))
 
     @property
@@ -116,12 +117,13 @@ class EstimatorLearner:
         """Return a classifier that has the weights of `model` [e], ready for round t."""
         arrays = self._manifest.unflatten(model)
         estimator = self._sgd(t) if self._kind == "sklearn-sgd" else self._mlp(t)
-        # One step on a blank sample makes scikit-learn create its arrays; then ours replace them.
-        blank = np.zeros((1, self._train_x.shape[1]), dtype=np.float32)
-        estimator.partial_fit(blank, [0], classes=np.arange(self._data.classes))
+        # One step on a blank batch makes scikit-learn create its arrays; then ours replace them.
+        blank = np.zeros((self._batch, self._train_x.shape[1]), dtype=np.float32)
+        classes = np.arange(self._data.classes)
+        estimator.partial_fit(blank, classes[[0] * self._batch], classes=classes)
         for name, array in self._arrays(estimator).items():
             array[...] = arrays[name]
-        # The blank step's momentum goes with the optimiser, which partial_fit makes anew.
+        # The blank step's momentum goes with the optimiser; partial_fit makes a new one.
         vars(estimator).pop("_optimizer", None)
         return estimator
 
@@ -150,12 +152,11 @@ class EstimatorLearner:
         from sklearn.neural_network import MLPClassifier
 
         training = self._plan.training
-        batch = min(training.batch, self.samples)
         return MLPClassifier(
             hidden_layer_sizes=(HIDDEN,),
             solver="sgd",
-            alpha=training.weight_decay * batch,  # scikit-learn divides it by the batch
-            batch_size=batch,
+            alpha=training.weight_decay * self._batch,  # scikit-learn divides it by the batch
+            batch_size=self._batch,
             learning_rate_init=learning_rate(self._plan, t),
             momentum=training.momentum,
             nesterovs_momentum=False,

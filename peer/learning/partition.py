@@ -46,7 +46,7 @@ def deal(dataset: Dataset, plan: Plan, index: int, *, own: bool) -> PeerData:
         train, test = np.arange(len(dataset.train_y)), np.arange(len(dataset.test_y))
     else:
         train = train_indices(dataset.train_y, plan, index)
-        test = test_indices(dataset.test_y, plan)
+        test = pool_indices(dataset.test_y, plan)
     transform = TRANSFORMS[plan.partition.kind]
     cluster = Cluster(plan.cluster_of(index), plan.partition.clusters, dataset.classes)
 
@@ -86,7 +86,7 @@ def train_indices(y: Labels, plan: Plan, index: int) -> Indices:
     return np.array([piles[c][i % len(piles[c])] for i, c in zip(turns, classes, strict=True)])
 
 
-def test_indices(y: Labels, plan: Plan) -> Indices:
+def pool_indices(y: Labels, plan: Plan) -> Indices:
     """Return the test pool: `test_per_peer` class-balanced samples of labels `y` [m], or all.
 
     [choice] One draw serves all clusters, each with its own transform: clusters then differ by the

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,12 @@ class _Array:
     def fill(self, state: Any) -> None:
         _version, shape, dtype, fortran, data = state
         raw = _to_bytes(data)
-        if not isinstance(dtype, _ByteType) or fortran or math.prod(shape) != len(raw):
+        if not isinstance(dtype, _ByteType) or fortran:
             raise RefusedPickleError("an array that is not of unsigned bytes in C order")
+        if len(shape) > 4 or not all(type(axis) is int for axis in shape):
+            raise RefusedPickleError("an array of more than 4 axes")
+        if math.prod(shape) != len(raw):
+            raise RefusedPickleError("an array whose shape and bytes disagree")
         self.value = np.frombuffer(raw, dtype=np.uint8).reshape(shape)
 
 
@@ -59,13 +63,13 @@ def _array(*_: Any) -> _Array:
 
 def _dtype(code: Any, *_: Any) -> _ByteType:
     if code not in ("u1", b"u1"):
-        raise RefusedPickleError(f"an array of type {code!r}")
+        raise RefusedPickleError("an array that is not of unsigned bytes")
     return _ByteType()
 
 
 def _encode(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
-        raise RefusedPickleError(f"a byte string in {encoding!r}")
+        raise RefusedPickleError("a byte string that is not in latin1")
     return text.encode("latin-1")
 
 
@@ -90,6 +94,8 @@ _PUSH_NEW: dict[str, Callable[[], Any]] = {
     "NEWFALSE": lambda: False,
 }
 _MARK = object()
+_MOST_INSTRUCTIONS = 1_000_000
+"""A CIFAR-10 batch needs about 50,000; one byte can make an object of 64."""
 
 
 class _Machine:
@@ -100,7 +106,9 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def run(self, data: bytes) -> Any:
-        for opcode, argument, _position in pickletools.genops(data):
+        for count, (opcode, argument, _position) in enumerate(pickletools.genops(data)):
+            if count == _MOST_INSTRUCTIONS:
+                raise RefusedPickleError(f"more than {_MOST_INSTRUCTIONS} instructions")
             name = opcode.name
             if name in _PUSH_ARGUMENT:
                 self.stack.append(argument)
@@ -160,11 +168,15 @@ class _Machine:
         list.extend(self.stack[-1], items)
 
     def set_item(self, _: None) -> None:
-        key, value = self._pop(2)
-        dict.__setitem__(self.stack[-1], key, value)
+        self._set(self._pop(2))
 
     def set_items(self, _: None) -> None:
-        items = self._to_mark()
+        self._set(self._to_mark())
+
+    def _set(self, items: Sequence[Any]) -> None:
+        # Hashing a deep tuple would overflow the stack, so keys are texts.
+        if not all(isinstance(key, str | bytes) for key in items[::2]):
+            raise RefusedPickleError("a key that is not a text")
         dict.update(self.stack[-1], zip(items[::2], items[1::2], strict=True))
 
     def named(self, name: str) -> None:
