@@ -1,4 +1,4 @@
-"""`python -m bootstrap` is the `bootstrap` command."""
+"""`python -m bootstrap`: the same as the `bootstrap` command."""
 
 from bootstrap.cli import main
 

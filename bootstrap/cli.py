@@ -1,0 +1,88 @@
+"""The `bootstrap` command."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bootstrap.server import BootstrapNode
+from bootstrap.view import live_table
+from peer.command import end_on_signal, run_command
+from peer.display import configure_logging
+from peer.network.address import BOOTSTRAP_PORT
+from peer.plan import Plan
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class LogForm(StrEnum):
+    """Form of the log lines."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def main() -> None:
+    """Run the command line."""
+    run_command(app)
+
+
+@app.command()
+def bootstrap(
+    *,
+    plan: Annotated[
+        Path, typer.Option(help="Plan file to serve.", envvar="PANMESH_BOOTSTRAP_PLAN")
+    ],
+    listen: Annotated[
+        str,
+        typer.Option(
+            help="Address to listen on; 0.0.0.0 for all interfaces.",
+            metavar="HOST:PORT",
+            envvar="PANMESH_BOOTSTRAP_LISTEN",
+        ),
+    ] = f"127.0.0.1:{BOOTSTRAP_PORT}",
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory that keeps indices across restarts.", envvar="PANMESH_BOOTSTRAP_STATE"
+        ),
+    ] = None,
+    reclaim_after: Annotated[
+        float,
+        typer.Option(
+            help="Seconds unseen after which a peer's index can go to another, if none is free.",
+            min=0,
+            envvar="PANMESH_BOOTSTRAP_RECLAIM_AFTER",
+        ),
+    ] = 60.0,
+    exit_when_done: Annotated[
+        bool,
+        typer.Option(
+            "--exit-when-done",
+            help="End once all peers have finished.",
+            envvar="PANMESH_BOOTSTRAP_EXIT_WHEN_DONE",
+        ),
+    ] = False,
+    log: Annotated[
+        LogForm, typer.Option(help="Form of the log lines.", envvar="PANMESH_BOOTSTRAP_LOG")
+    ] = LogForm.TEXT,
+) -> None:
+    """Serve a plan to those who join, and tell them of each other."""
+    configure_logging("json" if log is LogForm.JSON else "text")
+    node = BootstrapNode(
+        Plan.load(plan),
+        listen=listen,
+        state=state,
+        reclaim_after=reclaim_after,
+        exit_when_done=exit_when_done,
+    )
+    end_on_signal(_serve(node))
+
+
+async def _serve(node: BootstrapNode) -> None:
+    async with node:
+        with live_table(node):
+            await node.serve()

@@ -1,0 +1,258 @@
+"""The bootstrap node: answers those who join, and keeps a list of who is there.
+
+It is needed only to meet. Peers go on without it, and find it again when it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import zmq.asyncio
+
+from bootstrap.registry import Registry
+from peer.errors import RefusedError, UserError
+from peer.network.messages import (
+    MAX_PLAN,
+    Announce,
+    Done,
+    Enrol,
+    Enrolled,
+    Known,
+    Leave,
+    Members,
+    Ping,
+    Pong,
+    Reason,
+    Reply,
+    Request,
+    State,
+    Update,
+    fitting,
+)
+from peer.network.traffic import Traffic
+from peer.network.transport import Buffer, Transport
+from peer.plan import Plan
+
+log = logging.getLogger(__name__)
+
+LOST_AFTER = 20.0
+"""Seconds without an announcement after which a peer no longer counts as present. Peers announce
+themselves every few seconds; their own failure detection is faster."""
+SWEEP = 1.0
+"""Seconds between two looks for the lost."""
+
+
+@dataclass
+class Guest:
+    """A peer as this node sees it: its last announcement, and when that came."""
+
+    update: Update
+    seen: float
+
+    @property
+    def present(self) -> bool:
+        """Whether it is here: neither lost nor gone on purpose."""
+        return self.update.state is State.ALIVE
+
+
+class BootstrapNode:
+    """Serves a plan; an async context manager.
+
+        async with BootstrapNode(plan, listen="127.0.0.1:7700") as node:
+            await node.serve()
+
+    Args:
+        plan: what the federation runs.
+        listen: HOST:PORT; port 0 takes any free one.
+        state: directory that keeps the registry across restarts; None keeps nothing.
+        reclaim_after: seconds after which the index of a peer that was not seen can be given to
+            another, when none is free.
+        exit_when_done: whether `serve` returns once all n peers have finished their last round.
+        context: a ZeroMQ context to share.
+
+    Entering raises UserError when the address cannot be bound or the state directory not be
+    written, StateError when its contents cannot be trusted.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        listen: str,
+        state: Path | None = None,
+        reclaim_after: float = 60.0,
+        exit_when_done: bool = False,
+        context: zmq.asyncio.Context | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.plan = plan
+        self.guests: dict[int, Guest] = {}
+        self.traffic = Traffic()
+        self._toml = plan.to_toml()
+        if len(self._toml) > MAX_PLAN:
+            raise UserError(f"the plan is longer than {MAX_PLAN} characters")
+        self._digest = plan.digest
+        self._state = state
+        self._exit_when_done = exit_when_done
+        self._clock = clock
+        self._registry = Registry(
+            n=plan.n, plan=self._digest, model=plan.model_digest, reclaim_after=reclaim_after
+        )
+        self._transport = Transport(
+            listen=listen,
+            handler=self._handle,
+            traffic=self.traffic,
+            context=context,
+            data=False,
+        )
+        self._turn = 0
+        self._handlers: dict[type[Request], Callable[[Any], Reply]] = {
+            Enrol: self._enrol,
+            Announce: self._announce,
+            Members: self._members,
+            Ping: self._ping,
+            Leave: self._leave,
+        }
+
+    @property
+    def address(self) -> str:
+        """Where it listens, tcp://HOST:PORT, once entered."""
+        return self._transport.control
+
+    async def __aenter__(self) -> Self:
+        if self._state is not None:
+            try:
+                self._state.mkdir(parents=True, exist_ok=True)
+                self._registry.load(self._state, self._clock())
+                self._registry.save(self._state)
+            except OSError as error:
+                raise UserError(f"cannot write to {self._state}: {error.strerror}") from None
+        await self._transport.__aenter__()
+        self._transport.introduce(sender="", plan=self._digest)
+        log.info(
+            "federation %s (%s, %d peers) meets at %s",
+            self.plan.name,
+            self.plan.method,
+            self.plan.n,
+            self.address,
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._transport.__aexit__(kind, error, traceback)
+
+    async def serve(self) -> None:
+        """Serve until cancelled, or until all are done if that was asked for."""
+        while not (self._exit_when_done and self.done):
+            await asyncio.sleep(SWEEP)
+            self._sweep()
+        log.info("all %d peers are done", self.plan.n)
+
+    @property
+    def done(self) -> bool:
+        """Whether every one of the plan's n peers has finished its last round."""
+        finished = sum(guest.update.status.done for guest in self.guests.values())
+        return finished >= self.plan.n
+
+    def _sweep(self) -> None:
+        """Stop counting those as present who have not announced themselves for long."""
+        oldest = self._clock() - LOST_AFTER
+        for index, guest in self.guests.items():
+            if guest.present and guest.seen < oldest:
+                guest.update = guest.update.model_copy(update={"state": State.DEAD})
+                self._tell("lost", index)
+
+    async def _handle(
+        self,
+        request: Request,
+        payload: Sequence[memoryview],  # noqa: ARG002 - no request to this node has any
+    ) -> tuple[Reply, Sequence[Buffer]]:
+        """Answer one request. Raises RefusedError."""
+        handler = self._handlers.get(type(request))
+        if handler is None:
+            raise RefusedError(Reason.BAD_REQUEST, f"no {request.kind} here")
+        if request.plan != self._digest and not isinstance(request, Enrol):
+            raise RefusedError(Reason.PLAN_MISMATCH, f"the plan here is {self._digest}")
+        reply = handler(request)
+        if self._registry.changed and self._state is not None:
+            self._registry.save(self._state)
+        return reply, ()
+
+    def _enrol(self, request: Enrol) -> Reply:
+        if not request.sender:
+            raise RefusedError(Reason.BAD_REQUEST, "a peer must say its id")
+        index = self._registry.enrol(request.sender, request.index, self._clock())
+        return Enrolled(index=index, toml=self._toml)
+
+    def _announce(self, request: Announce) -> Reply:
+        record = request.update.record
+        self._check_own(request.sender, request.update)
+        self._registry.announce(record, self._clock())
+        update = request.update.model_copy(update={"state": State.ALIVE})
+        before = self.guests.get(record.index)
+        if before is not None and before.update.record.peer != record.peer:
+            before = None
+        self.guests[record.index] = Guest(update, self._clock())
+        if before is None or not before.present:
+            self._tell("joined" if before is None else "returned", record.index)
+        if update.status.done and not (before is not None and before.update.status.done):
+            self._tell("finished", record.index)
+        return self._known(other for other in self._present() if other.record.peer != record.peer)
+
+    def _members(self, request: Members) -> Reply:
+        return self._known(
+            other for other in self._present() if other.record.peer != request.sender
+        )
+
+    def _ping(self, _: Ping) -> Reply:
+        return Pong(updates=())
+
+    def _leave(self, request: Leave) -> Reply:
+        self._check_own(request.sender, request.update)
+        index = request.update.record.index
+        guest = self.guests.get(index)
+        if guest is not None and guest.update.record.peer == request.sender:
+            update = request.update.model_copy(update={"state": State.LEFT})
+            self.guests[index] = Guest(update, self._clock())
+            self._tell("left", index)
+        return Done()
+
+    def _check_own(self, sender: str, update: Update) -> None:
+        if update.record.peer != sender:
+            raise RefusedError(Reason.BAD_REQUEST, "the update must be the sender's own")
+
+    def _present(self) -> list[Update]:
+        return [self.guests[i].update for i in sorted(self.guests) if self.guests[i].present]
+
+    def _known(self, updates: Iterable[Update]) -> Known:
+        """Return a message with these updates; where they do not fit, each asks for the next few."""
+        present = list(updates)
+        start = self._turn % max(1, len(present))
+        chosen = fitting([*present[start:], *present[:start]])
+        if len(chosen) < len(present):
+            self._turn += len(chosen)
+        return Known(updates=chosen)
+
+    def _tell(self, what: str, index: int) -> None:
+        status = self.guests[index].update.status
+        present = sum(guest.present for guest in self.guests.values())
+        log.info(
+            "peer %d %s in round %d: %d of %d present",
+            index,
+            what,
+            status.finished,
+            present,
+            self.plan.n,
+        )
