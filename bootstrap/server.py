@@ -186,9 +186,17 @@ class BootstrapNode:
         if request.plan != self._digest and not isinstance(request, Enrol):
             raise RefusedError(Reason.PLAN_MISMATCH, f"the plan here is {self._digest}")
         reply = handler(request)
-        if self._registry.changed and self._state is not None:
-            self._registry.save(self._state)
+        self._save()
         return reply, ()
+
+    def _save(self) -> None:
+        """Put on the disk what was promised. Raises RefusedError BUSY where that fails for now."""
+        if self._registry.changed and self._state is not None:
+            try:
+                self._registry.save(self._state)
+            except OSError as error:
+                log.error("cannot write to %s: %s", self._state, error.strerror)
+                raise RefusedError(Reason.BUSY, "cannot save the registry") from None
 
     def _enrol(self, request: Enrol) -> Reply:
         if not request.sender:
@@ -209,12 +217,10 @@ class BootstrapNode:
             self._tell("joined" if before is None else "returned", record.index)
         if update.status.done and not (before is not None and before.update.status.done):
             self._tell("finished", record.index)
-        return self._known(other for other in self._present() if other.record.peer != record.peer)
+        return self._known(to=record.peer)
 
     def _members(self, request: Members) -> Reply:
-        return self._known(
-            other for other in self._present() if other.record.peer != request.sender
-        )
+        return self._known(to=request.sender)
 
     def _ping(self, _: Ping) -> Reply:
         return Pong(updates=())
@@ -233,12 +239,13 @@ class BootstrapNode:
         if update.record.peer != sender:
             raise RefusedError(Reason.BAD_REQUEST, "the update must be the sender's own")
 
-    def _present(self) -> list[Update]:
-        return [self.guests[i].update for i in sorted(self.guests) if self.guests[i].present]
-
-    def _known(self, updates: Iterable[Update]) -> Known:
-        """Return a message with these updates; where they do not fit, each asks for the next few."""
-        present = list(updates)
+    def _known(self, *, to: str) -> Known:
+        """Return who is present, but for the receiver; where all do not fit, the next few."""
+        present = [
+            guest.update
+            for _, guest in sorted(self.guests.items())
+            if guest.present and guest.update.record.peer != to
+        ]
         start = self._turn % max(1, len(present))
         chosen = fitting([*present[start:], *present[:start]])
         if len(chosen) < len(present):
