@@ -18,7 +18,7 @@ from peer.randomness import Purpose, generator
 HIDDEN = 200
 KINDS = ("sklearn-sgd", "sklearn-mlp")
 """`sklearn-sgd`: one-against-rest logistic regression, steps of one sample, no momentum.
-`sklearn-mlp`: the torch model mlp, momentum SGD in the plan's batches."""
+`sklearn-mlp`: the torch model mlp, momentum SGD in the plan's batches; biases do not decay."""
 
 
 class EstimatorLearner:

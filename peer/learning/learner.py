@@ -1,7 +1,7 @@
 """What a learner is: flat parameters in, flat parameters out.
 
-Everything outside `peer.learning` sees a model as one float32 vector and a `Manifest`; which library
-trains it is the learner's own affair. `TorchLearner` and `EstimatorLearner` implement this.
+Everything outside `peer.learning` sees a model as one float32 vector and a `Manifest`; which
+library trains it is the learner's own affair. `TorchLearner` and `EstimatorLearner` implement this.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ class Manifest:
         return sum(entry.size for entry in self.entries if entry.trainable)
 
     def unflatten(self, vector: Vector) -> dict[str, Vector]:
-        """Return {name: view of `vector` [e] in the entry's shape}. Raises ValueError on another size."""
+        """Return {name: view of `vector` [e] in the entry's shape}.
+
+        Raises ValueError on another size.
+        """
         if vector.shape != (self.size,):
             raise ValueError(f"a model of this manifest has {self.size} values, not {vector.shape}")
         views, start = {}, 0
@@ -70,7 +73,10 @@ class Manifest:
         return views
 
     def flatten(self, arrays: Mapping[str, npt.ArrayLike]) -> Vector:
-        """Return the flat vector [e] of named arrays. Raises ValueError on missing names or shapes."""
+        """Return the flat vector [e] of named arrays.
+
+        Raises ValueError on missing names or other shapes.
+        """
         vector = np.empty(self.size, dtype=np.float32)
         for name, view in self.unflatten(vector).items():
             if name not in arrays or np.shape(arrays[name]) != view.shape:
@@ -96,9 +102,9 @@ class Scores(NamedTuple):
 class Learner(Protocol):
     """Trains and judges models on one peer's data.
 
-    Every method is deterministic: randomness comes from (seed, index, t, purpose). No method changes
-    a vector it is given. Vectors have shape [manifest.size]; another size raises ValueError. The
-    methods may be called from a worker thread, one call at a time.
+    Every method is deterministic: randomness comes from (seed, index, t, purpose). No method
+    changes a vector it is given. Vectors have shape [manifest.size]; another size raises
+    ValueError. The methods may be called from a worker thread, one call at a time.
     """
 
     @property
@@ -120,7 +126,7 @@ class Learner(Protocol):
         ...
 
     def train_losses(self, models: list[Vector], t: int) -> list[float]:
-        """Return F_i of each model: mean loss on the round's draw of training samples (PANM-Loss)."""
+        """Return F_i of each model: mean loss on the round's draw of training samples."""
         ...
 
     def evaluate(self, model: Vector) -> Scores:

@@ -173,7 +173,8 @@ class TorchLearner:
         self._module.eval()
         for part in torch.split(x, _CHUNK):
             with torch.inference_mode():
-                yield self._module(part)
+                logits = self._module(part)
+            yield logits
 
     def _scores(self, model: Vector, x: torch.Tensor, y: torch.Tensor) -> Scores:
         self._load(model)
