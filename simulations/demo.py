@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -54,24 +54,24 @@ def run_demo(
         comparison = compare(plan, methods, out, progress=_progress(status, plan.rounds))
         status.update("drawing")
         pictures = write_report(out)
-    labels = {f"{plan.method}, {plan.n} live peers": live}
-    labels |= {f"{method}, one process": summary for method, summary in comparison.items()}
-    console.print(comparison_table(labels))
-    same = _same_outcome(live, comparison[plan.method])
-    console.print(f"The live peers and the one process {same}.")
+    simulated = [("1 process", summary) for summary in comparison.values()]
+    console.print(comparison_table([(f"{plan.n} processes", live), *simulated]))
+    console.print(_agreement(live, comparison[plan.method]))
     console.print(f"Pictures: {pictures[0].parent}/")
     return pictures
 
 
-def comparison_table(summaries: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return a table of run summaries, one a line, under their labels."""
-    table = Table(box=box.SIMPLE_HEAD)
+def comparison_table(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
+    """Return a table of runs, one a line: what each was run by, and its summary."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("method")
+    table.add_column("run by")
     for heading in ("accuracy", "worst peer", "precision", "recall", "payload", "seconds"):
         table.add_column(heading, justify="right")
-    for label, summary in summaries.items():
+    for engine, summary in runs:
         table.add_row(
-            label,
+            summary["method"],
+            engine,
             percent(summary["accuracy_mean"]),
             percent(summary["accuracy_worst"]),
             ratio(summary["precision"]),
@@ -89,6 +89,8 @@ def _progress(status: Status, rounds: int) -> Any:
     return show
 
 
-def _same_outcome(live: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
+def _agreement(live: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
     gap = abs(live["accuracy_mean"] - reference["accuracy_mean"])
-    return "agree exactly" if gap == 0 else f"differ by {100 * gap:.2f} points of accuracy"
+    if gap == 0:
+        return f"{live['method']}: the processes reached exactly what the one process computes."
+    return f"{live['method']}: processes and one process differ by {100 * gap:.2f} points."
