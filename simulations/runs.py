@@ -29,6 +29,7 @@ from simulations.processes import Federation
 if TYPE_CHECKING:
     from peer.learning.learner import Learner
 
+PROCESSES = "processes"
 START_SECONDS = 120.0
 ROUND_SECONDS = 60.0
 """A federation is given up after the time for its start and so much for each round."""
@@ -54,7 +55,8 @@ def clear_run(out: Path) -> None:
     """Remove an earlier run from `out`. Raises UserError when it holds anything else."""
     if not out.exists():
         return
-    if not (out / PLAN).is_file() and any(out.iterdir()):
+    plans = (out / PLAN, out / PROCESSES / PLAN)
+    if not any(plan.is_file() for plan in plans) and any(out.iterdir()):
         raise UserError(f"{out} exists and is not a run directory", "name another with --out")
     shutil.rmtree(out)
 
@@ -62,12 +64,12 @@ def clear_run(out: Path) -> None:
 def run_processes(plan: Plan, out: Path, *, peers: int | None = None) -> dict[str, Any]:
     """Run `plan` by real processes with a live table; return the summary of the run in `out`.
 
-    Logs and the state of every process stay in `out`/processes. Raises FederationError when a
-    process fails.
+    Logs and the state of every process stay in `out`/processes, those of a failed run too. Raises
+    FederationError when a process fails.
     """
     clear_run(out)
     timeout = START_SECONDS + ROUND_SECONDS * plan.rounds
-    federation = Federation(plan, out / "processes", peers=peers)
+    federation = Federation(plan, out / PROCESSES, peers=peers)
     with federation, FederationView(plan) as view:
         federation.wait(timeout, on_row=lambda _, row: view.update(row))
     return federation.collect(out)

@@ -1,0 +1,111 @@
+"""Plans run into run directories, and the `simulate` command around them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from peer.errors import UserError
+from peer.plan import Plan
+from peer.rundir import read_metrics, read_plan, read_topology
+from simulations.demo import demo_plan
+from simulations.runs import changed, clear_run, compare, run_population
+
+PLAN = Plan.model_validate(
+    {
+        "n": 4,
+        "rounds": 2,
+        "matching": {"l": 2, "k": 1},
+        "partition": {"kind": "rotation", "clusters": 2, "train_per_peer": 20},
+    }
+)
+
+
+def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from simulations.cli import main; main()", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_reference_leaves_a_run_directory(tmp_path: Path) -> None:
+    told: list[tuple[str, int]] = []
+    summary = run_population(
+        PLAN, tmp_path / "run", progress=lambda method, t: told.append((method, t))
+    )
+    rows = read_metrics(tmp_path / "run")
+    assert told == [("panm-grad", 1), ("panm-grad", 2)]
+    assert [(row.t, row.index) for row in rows] == [(t, i) for t in (1, 2) for i in range(4)]
+    # Cumulative: the second round adds to the first.
+    assert all(
+        a.payload_received < b.payload_received for a, b in zip(rows, rows[4:], strict=False)
+    )
+    assert summary["bytes_sent"] == sum(row.payload_received for row in rows[4:])
+    assert all(len(row.neighbours) == 1 for row in read_topology(tmp_path / "run"))
+
+
+def test_a_comparison_has_a_summary_and_a_curve_of_each_method(tmp_path: Path) -> None:
+    comparison = compare(PLAN, ("local", "oracle"), tmp_path)
+    assert set(comparison) == {"local", "oracle"}
+    local, oracle = comparison["local"], comparison["oracle"]
+    assert (local["precision"], local["bytes_sent"]) == (None, 0)
+    assert (oracle["method"], oracle["precision"], oracle["clusters_found"]) == ("oracle", 1.0, 2)
+    assert [t for t, _ in oracle["curve"]] == [1, 2]
+    assert oracle["curve"][-1][1] == oracle["accuracy_mean"]
+    assert json.loads((tmp_path / "comparison.json").read_text())["local"]["n"] == 4
+
+
+def test_a_changed_plan_is_checked_again() -> None:
+    assert changed(PLAN, n=6, seed=None) == PLAN.model_copy(update={"n": 6})
+    with pytest.raises(UserError, match="n: "):
+        changed(PLAN, n=1)
+
+
+def test_only_runs_are_cleared_away(tmp_path: Path) -> None:
+    clear_run(tmp_path / "new")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "plan.toml").touch()
+    clear_run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match="not a run directory"):
+        clear_run(tmp_path)
+
+
+def test_every_shipped_plan_is_valid() -> None:
+    folder = files("simulations") / "plans"
+    plans = {item.name: Plan.from_toml(item.read_text()) for item in folder.iterdir()}
+    assert set(plans) >= {"demo.toml", "fashion-20-panm-grad.toml", "fashion-20-panm-loss.toml"}
+    assert plans["fashion-20-panm-loss.toml"].partition.clusters == 4
+    assert demo_plan() == plans["demo.toml"]
+
+
+def test_the_command_runs_a_plan_in_one_process_and_draws_it(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(PLAN.to_toml())
+    out = tmp_path / "run"
+    done = simulate(
+        "run", str(tmp_path / "plan.toml"), "--backend", "one-process", "--method", "random",
+        "--seed", "3", "--out", str(out),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert read_plan(out) == changed(PLAN, method="random", seed=3)
+    assert (out / "plots" / "accuracy.svg").exists()
+    again = simulate("report", str(out))
+    assert str(out / "plots" / "topology.png") in again.stdout.splitlines()
+
+
+def test_a_mistake_is_one_line_and_a_hint(tmp_path: Path) -> None:
+    done = simulate("report", str(tmp_path))
+    assert done.returncode == 2
+    error, hint = done.stderr.splitlines()
+    assert error.startswith("error: ")
+    assert "is not a run directory" in error
+    assert hint.startswith("hint: ")
