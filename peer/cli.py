@@ -131,12 +131,13 @@ def predict(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="npz (key x), csv with a header, or an image.")],
     state: StateOption = None,
-    out: Annotated[Path | None, typer.Option(help="CSV to write; else printed.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; else printed.")] = None,
+    label: Annotated[str | None, typer.Option(help="Column of a csv to leave out.")] = None,
 ) -> None:
     """Apply the model of a state directory to the samples in FILE: a class a line."""
     from peer.export import predict_file
 
-    lines = predict_file(_state_of(context, state), file)
+    lines = predict_file(_state_of(context, state), file, label=label)
     text = "".join(f"{line}\n" for line in lines)
     if out is None:
         sys.stdout.write(text)

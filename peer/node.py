@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ from peer.randomness import Purpose, generator
 from peer.rounds import Result, Rounds
 from peer.rundir import MetricRow
 from peer.settings import PeerSettings
-from peer.state import Checkpoint, Identity, StateDirectory
+from peer.state import MODEL_CARD, Checkpoint, Identity, StateDirectory
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Peer:
                 plan, index = await self._enrol(transport, identity, checkpoint)
                 _check_checkpoint(checkpoint, plan, index, settings.state)
                 state.keep_identity(identity.model_copy(update={"index": index}))
-                learner = await self._in_worker(self._learner, plan, index)
+                learner = await self._in_worker(self._learner, plan, index, state)
                 record = PeerRecord(
                     peer=identity.peer,
                     index=index,
@@ -199,13 +200,14 @@ class Peer:
             return remembered, checkpoint.index
         return Plan.from_toml(enrolled.toml, source="the bootstrap node's plan"), enrolled.index
 
-    def _learner(self, plan: Plan, index: int) -> Learner:
+    def _learner(self, plan: Plan, index: int, state: StateDirectory) -> Learner:
+        """Return the learner, leaving in the state directory how to build its model again."""
         if self._make_learner is not None:
             return self._make_learner(plan, index)
-        from peer.learning.build import make_learner
+        from peer.learning.build import prepare
 
         settings = self._settings
-        return make_learner(
+        learner, card = prepare(
             plan,
             index,
             data=settings.data,
@@ -213,6 +215,8 @@ class Peer:
             device=settings.device,
             threads=settings.threads,
         )
+        state.write_json(MODEL_CARD, asdict(card))
+        return learner
 
     async def _in_worker(self, work: Callable[..., Item], *arguments: Any) -> Item:
         """Run long work off the event loop, so that pings are answered meanwhile."""

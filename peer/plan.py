@@ -64,10 +64,14 @@ class PartitionPlan(_Table):
     )
     clusters: int = Field(default=1, ge=1, le=64, description="number of true clusters, K")
     train_per_peer: int | None = Field(
-        default=None, ge=1, description="class-balanced training samples a peer; an equal share if not given"
+        default=None,
+        ge=1,
+        description="class-balanced training samples a peer; an equal share if not given",
     )
     test_per_peer: int = Field(
-        default=1000, ge=1, description="test samples a peer, from its cluster's pool (all when fewer)"
+        default=1000,
+        ge=1,
+        description="test samples a peer, from its cluster's pool (all when fewer)",
     )
 
     @model_validator(mode="after")
@@ -103,7 +107,9 @@ class NetworkPlan(_Table):
         default=10.0, gt=0, le=600, description="seconds until an unanswered request is given up"
     )
     round_timeout: float = Field(
-        default=600.0, gt=0, description="seconds after which even lockstep goes on without the late"
+        default=600.0,
+        gt=0,
+        description="seconds after which even lockstep goes on without the late",
     )
     probe_interval: float = Field(
         default=1.0, gt=0, le=60, description="seconds between failure-detection probes"
@@ -112,7 +118,10 @@ class NetworkPlan(_Table):
         default=0.5, gt=0, le=60, description="seconds until a probe counts as failed"
     )
     suspicion: float = Field(
-        default=4.0, gt=0, le=600, description="seconds a suspect has to refute, times max(1, log10 n)"
+        default=4.0,
+        gt=0,
+        le=600,
+        description="seconds a suspect has to refute, times max(1, log10 n)",
     )
     linger: float = Field(
         default=60.0, ge=0, description="seconds a finished peer serves on for those that have not"
@@ -123,7 +132,7 @@ class NetworkPlan(_Table):
 
 
 class Plan(_Table):
-    """What a federation agrees on. Equal plans have equal digests; a peer of another plan is refused."""
+    """What a federation agrees on. Equal plans have equal digests; others are refused."""
 
     name: Name = Field(default="panmesh", description="name of the federation")
     n: int = Field(ge=2, le=MAX_PEERS, description="number of peers (indices 0 to n - 1)")
@@ -143,7 +152,10 @@ class Plan(_Table):
         default="digits", description="a built-in data set, or own: every peer names its own"
     )
     classes: int | None = Field(
-        default=None, ge=2, le=100_000, description="number of classes, where own data may lack some"
+        default=None,
+        ge=2,
+        le=100_000,
+        description="number of classes, where own data may lack some",
     )
     matching: MatchingPlan = MatchingPlan()
     partition: PartitionPlan = PartitionPlan()
@@ -155,7 +167,9 @@ class Plan(_Table):
         if self.min_peers is not None and self.min_peers > self.n:
             raise ValueError(f"min_peers = {self.min_peers} is more than n = {self.n}")
         if self.matching.t1 is not None and self.matching.t1 > self.rounds:
-            raise ValueError(f"matching.t1 = {self.matching.t1} is more than rounds = {self.rounds}")
+            raise ValueError(
+                f"matching.t1 = {self.matching.t1} is more than rounds = {self.rounds}"
+            )
         return self
 
     @property
@@ -205,7 +219,9 @@ class Plan(_Table):
         try:
             return cls.model_validate(table)
         except ValidationError as error:
-            raise UserError(f"{source}: {describe(error)}", "docs/plans.md lists every key") from None
+            raise UserError(
+                f"{source}: {describe(error)}", "docs/plans.md lists every key"
+            ) from None
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -223,5 +239,7 @@ def describe(error: ValidationError) -> str:
     for item in error.errors(include_url=False):
         key = ".".join(str(part) for part in item["loc"]) or "plan"
         message = item["msg"].removeprefix("Value error, ")
-        parts.append("unknown key " + key if item["type"] == "extra_forbidden" else f"{key}: {message}")
+        parts.append(
+            "unknown key " + key if item["type"] == "extra_forbidden" else f"{key}: {message}"
+        )
     return "; ".join(parts)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from safetensors.numpy import save
 
 from peer.aggregation import average
@@ -48,6 +50,18 @@ class Result:
     scores: Scores
     bag: frozenset[int]
     state: Path
+
+    def predict(self, inputs: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Return the class [m] of each input [m, *shape], scaled as the training inputs were."""
+        from peer.export import load_model
+
+        return load_model(self.state).predict(inputs)
+
+    def export(self, out: Path | str, form: str | None = None) -> None:
+        """Write the model for use elsewhere: .safetensors, .pt2 (torch.export) or .onnx."""
+        from peer.export import export_model
+
+        export_model(self.state, Path(out), form)
 
 
 @dataclass
@@ -157,10 +171,9 @@ class Rounds:
             await self._advance(Status(finished=finished))
         front = await self._gather_quorum(restarted=checkpoint is not None)
         first = finished + 1
-        # A restarted peer whose next round is still on the others' shelves goes on as if it had
-        # only been slow; so does a new one whose start the others noticed a little earlier.
-        in_reach = front - first < self.plan.network.history if checkpoint else front <= 1
-        if not in_reach:
+        # A peer whose next round is still on the others' shelves goes on as if it had only been
+        # slow: after a restart, or when the others noticed the start a little earlier.
+        if front - first >= self.plan.network.history:
             first = min(front + 1, self.plan.rounds)
             self._model = await self._catch_up(first, checkpoint)
             self.swarm.set_first_round(first)

@@ -32,6 +32,8 @@ from peer.learning.learner import Vector
 from peer.network.messages import Index, PeerId, PeerRecord, Round
 
 GENERATIONS = 2
+MODEL_CARD = "model.json"
+"""How to build the model again without its data: a `peer.learning.learner.ModelCard`."""
 
 
 class Identity(BaseModel):
@@ -141,11 +143,7 @@ class StateDirectory:
 
     def newest(self) -> Checkpoint | None:
         """Return the newest whole checkpoint; None where there has never been one."""
-        paths = sorted(self.path.glob("checkpoint-*.safetensors"))
-        whole = [checkpoint for path in paths if (checkpoint := _read(path)) is not None]
-        if paths and not whole:
-            raise StateError(f"every checkpoint in {self.path} is damaged")
-        return max(whole, key=lambda checkpoint: checkpoint.t, default=None)
+        return newest_checkpoint(self.path)
 
     def remember(self, records: Sequence[PeerRecord]) -> None:
         """Write the peers to look for after a restart."""
@@ -164,6 +162,18 @@ class StateDirectory:
 
 
 _RECORDS = TypeAdapter(list[PeerRecord])
+
+
+def newest_checkpoint(path: Path) -> Checkpoint | None:
+    """Return the newest whole checkpoint in a state directory; None where there has never been one.
+
+    Raises StateError when there are some and none is whole.
+    """
+    files = sorted(path.glob("checkpoint-*.safetensors"))
+    whole = [checkpoint for file in files if (checkpoint := _read(file)) is not None]
+    if files and not whole:
+        raise StateError(f"every checkpoint in {path} is damaged")
+    return max(whole, key=lambda checkpoint: checkpoint.t, default=None)
 
 
 def _checksum(meta: str, model: Vector) -> str:

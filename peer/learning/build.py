@@ -1,13 +1,17 @@
-"""Puts a peer's learner together from the plan and from what the person gave on this machine."""
+"""Puts a peer's learner together from the plan and from what the person gave on this machine, and
+builds it again, without the data, to use what was learned.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
+
 from peer.errors import UserError
 from peer.learning import estimator_learner
-from peer.learning.learner import Learner
-from peer.learning.partition import deal
+from peer.learning.learner import Learner, ModelCard
+from peer.learning.partition import PeerData, deal
 from peer.learning.sources import load_dataset
 from peer.plan import Plan
 
@@ -15,7 +19,16 @@ _plan_dataset = lru_cache(maxsize=1)(load_dataset)
 """A built-in data set never changes: peers of one process share it."""
 
 
-def make_learner(
+def make_learner(plan: Plan, index: int, *, data: str | None = None) -> Learner:
+    """Return the learner of peer `index` of a plan whose model is built in, on the CPU.
+
+    `data` as in `prepare`. Raises UserError.
+    """
+    learner, _ = prepare(plan, index, data=data)
+    return learner
+
+
+def prepare(
     plan: Plan,
     index: int,
     *,
@@ -23,8 +36,8 @@ def make_learner(
     model: str | None = None,
     device: str = "cpu",
     threads: int = 1,
-) -> Learner:
-    """Return the learner of peer `index`.
+) -> tuple[Learner, ModelCard]:
+    """Return the learner of peer `index`, and what is needed to build its model again.
 
     `data` is a spec of the peer's own data instead of its share of the plan's; `model` the import
     path of a module factory, for plans whose model is `custom`; `device` is cpu or cuda; `threads`
@@ -43,10 +56,40 @@ def make_learner(
     load = _plan_dataset if data is None else load_dataset
     dataset = load(data or plan.data, seed=plan.seed, classes=plan.classes)
     dealt = deal(dataset, plan, index, own=data is not None)
-    if plan.model in estimator_learner.KINDS:
+    card = ModelCard(
+        model=plan.model,
+        factory=model,
+        shape=dataset.shape,
+        classes=dataset.classes,
+        labels=dataset.labels,
+        scale=dataset.scale,
+        seed=plan.seed,
+    )
+    return _learner(card, dealt, plan, index, device=device, threads=threads), card
+
+
+def rebuild(card: ModelCard) -> Learner:
+    """Return a learner of the card's model that has no data: it can evaluate and predict nothing of
+    its own, but applies any vector of its manifest. Raises UserError when it cannot be built."""
+    blank = np.zeros((2, *card.shape), dtype=np.float32)
+    labels = np.arange(2, dtype=np.int64)
+    data = PeerData(blank, labels, blank, labels, card.classes, card.shape)
+    return _learner(card, data, Plan(n=2, seed=card.seed), 0)
+
+
+def _learner(
+    card: ModelCard,
+    data: PeerData,
+    plan: Plan,
+    index: int,
+    *,
+    device: str = "cpu",
+    threads: int = 1,
+) -> Learner:
+    if card.model in estimator_learner.KINDS:
         if device != "cpu":
-            raise UserError(f"the model {plan.model} runs on the cpu only, not on {device}")
-        return estimator_learner.EstimatorLearner(plan.model, dealt, plan, index)
+            raise UserError(f"the model {card.model} runs on the cpu only, not on {device}")
+        return estimator_learner.EstimatorLearner(card.model, data, plan, index)
 
     import torch
 
@@ -54,9 +97,9 @@ def make_learner(
     from peer.learning.torch_learner import TorchLearner
 
     torch.set_num_threads(threads)
-    if model is None:
-        module = models.build_model(plan.model, dealt.shape, dealt.classes, plan.seed)
+    if card.factory is None:
+        module = models.build_model(card.model, card.shape, card.classes, card.seed)
     else:
-        factory = models.load_factory(model)
-        module = models.instantiate(factory, dealt.shape, dealt.classes, plan.seed)
-    return TorchLearner(module, dealt, plan, index, device=device)
+        factory = models.load_factory(card.factory)
+        module = models.instantiate(factory, card.shape, card.classes, card.seed)
+    return TorchLearner(module, data, plan, index, device=device)

@@ -92,6 +92,24 @@ class Manifest:
         return sha.hexdigest()[:32]
 
 
+@dataclass(frozen=True)
+class ModelCard:
+    """What one must know of a model to build it again without its data.
+
+    `model` is the plan's name, `factory` the import path of a custom one. `shape` is that of one
+    input and `scale` what stored inputs are multiplied by; `labels` name the `classes`, if they
+    have names.
+    """
+
+    model: str
+    factory: str | None
+    shape: tuple[int, ...]
+    classes: int
+    labels: tuple[str, ...] | None
+    scale: float
+    seed: int
+
+
 class Scores(NamedTuple):
     """What an evaluation finds: accuracy in [0, 1] and mean loss (cross-entropy, nats)."""
 

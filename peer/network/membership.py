@@ -280,11 +280,11 @@ class Membership:
     # What is passed on.
 
     def gossip(self, limit: int, *, to: str = "") -> tuple[Update, ...]:
-        """Return up to `limit` updates: this peer's own, what is held against the receiver `to`,
-        then the least often sent news."""
+        """Return up to `limit` updates: this peer's own, what is believed of the receiver `to` (for
+        it to refute), then the least often sent news."""
         updates = [self.own]
         receiver = self._members.get(self._index.get(to, -1))
-        if receiver is not None and receiver.update.state is not State.ALIVE:
+        if receiver is not None:
             updates.append(receiver.update)
         budget = RETRANSMISSIONS * max(1, math.ceil(math.log2(len(self._members) + 2)))
         news = sorted(
@@ -297,7 +297,7 @@ class Membership:
         return tuple(updates[:limit])
 
     def everyone(self, *, to: str = "") -> list[Update]:
-        """Return all updates: this peer's own, what is held against the receiver `to`, the living
+        """Return all updates: this peer's own, what is believed of the receiver `to`, the living
         in random order, then the rest in random order."""
         others = [self._members[int(i)] for i in self._rng.permutation(sorted(self._members))]
         others.sort(key=lambda member: (member.update.record.peer != to, not member.present))

@@ -211,6 +211,8 @@ class Transport:
         stamp = {"id": number, "sender": self._sender, "plan": self._plan}
         header = encode(request.model_copy(update=stamp))
         pending = _Pending(REPLIES[type(request)], max_payload, loop.create_future())
+        # A request that is cancelled when its reply fails leaves an error that nobody looks at.
+        pending.reply.add_done_callback(lambda reply: reply.cancelled() or reply.exception())
         link: _Link | None = None
         try:
             async with asyncio.timeout(timeout):

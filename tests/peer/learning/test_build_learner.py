@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from peer.errors import UserError
-from peer.learning.build import make_learner
+from peer.learning.build import make_learner, prepare
 from peer.plan import PartitionPlan, Plan
 
 
@@ -46,7 +46,8 @@ def test_custom_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "def make(shape, classes): return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))\n"
     )
     monkeypatch.chdir(tmp_path)
-    learner = make_learner(plan(model="custom"), 0, model="my_factory_here:make")
+    learner, card = prepare(plan(model="custom"), 0, model="my_factory_here:make")
+    assert card.factory == "my_factory_here:make"
     assert learner.manifest.size == 650
 
 
@@ -66,7 +67,7 @@ def test_custom_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_mistakes(values: dict[str, Any], given: dict[str, str], message: str, hint: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        make_learner(plan(**values), 0, **given)  # type: ignore[arg-type]
+        prepare(plan(**values), 0, **given)  # type: ignore[arg-type]
     assert hint in caught.value.hint
 
 

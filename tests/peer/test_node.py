@@ -1,0 +1,115 @@
+"""Peers in one process, over real sockets: they find each other, learn, and repeat exactly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peer import Plan, Result, run
+from peer.errors import StateError, UserError
+from peer.rundir import read_metrics, read_topology
+
+
+def small(**changes: Any) -> Plan:
+    """Six peers in two clusters, on digits: large enough to choose, small enough to be quick."""
+    table: dict[str, Any] = {
+        "n": 6,
+        "rounds": 6,
+        "method": "panm-grad",
+        "matching": {"l": 3, "k": 2, "t1": 3, "tau": 2},
+        "partition": {"kind": "rotation", "clusters": 2, "train_per_peer": 60},
+        "training": {"batch": 20, "lr": 0.1},
+        "network": {"linger": 10.0},
+    }
+    return Plan.model_validate(table | changes)
+
+
+PAIR = Plan.model_validate(
+    {"n": 2, "rounds": 2, "method": "random", "partition": {"train_per_peer": 20}}
+)
+
+
+def choices(results: list[Result]) -> list[list[tuple[int, list[int], list[int]]]]:
+    return [
+        [(row.t, row.neighbours, row.bag) for row in read_topology(result.state)]
+        for result in results
+    ]
+
+
+def test_a_lockstep_run_repeats_bit_by_bit(tmp_path: Path) -> None:
+    first = run(small(), state=tmp_path / "first")
+    second = run(small(), state=tmp_path / "second")
+    assert choices(first) == choices(second)
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one.model, other.model)
+    assert all(result.rounds == 6 for result in first)
+
+
+@pytest.mark.parametrize(
+    "method", ["panm-loss", "pens", "random", "fixed", "oracle", "local", "panm-grad"]
+)
+def test_every_method_runs_to_the_last_round(tmp_path: Path, method: str) -> None:
+    results = run(small(method=method, rounds=4), state=tmp_path)
+    for result in results:
+        rows = read_topology(result.state)
+        assert [row.t for row in rows] == [1, 2, 3, 4]
+        assert all(len(row.neighbours) == (0 if method == "local" else 2) for row in rows)
+        if method == "oracle":
+            assert all(j % 2 == row.index % 2 for row in rows for j in row.neighbours)
+
+
+@pytest.mark.parametrize("staleness", [1, "async"])
+def test_bounded_and_asynchronous_runs_finish(tmp_path: Path, staleness: int | str) -> None:
+    plan = small(network={"staleness": staleness, "linger": 10.0})
+    results = run(plan, state=tmp_path)
+    assert all(result.rounds == 6 for result in results)
+    averaged = [len(row.neighbours) for r in results for row in read_topology(r.state)]
+    assert sum(averaged) > len(averaged)
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_half_precision_halves_the_models_on_the_wire(tmp_path: Path, precision: str) -> None:
+    def model_bytes(name: str, **network: Any) -> int:
+        plan = small(method="random", rounds=3, network={"linger": 10.0, **network})
+        results = run(plan, state=tmp_path / name)
+        return sum(
+            json.loads((r.state / "traffic.json").read_text())["sent"]["model"]["payload_bytes"]
+            for r in results
+        )
+
+    assert model_bytes("half", precision=precision) * 2 == model_bytes("full")
+
+
+def test_sketches_save_the_payload_that_they_promise(tmp_path: Path) -> None:
+    def received(evidence: str) -> list[int]:
+        matching = {"l": 3, "k": 1, "t1": 4, "evidence": evidence}
+        results = run(small(rounds=4, matching=matching), state=tmp_path / evidence)
+        rows = [read_metrics(result.state) for result in results]
+        return [row[-1].payload_received - row[0].payload_received for row in rows]
+
+    promised = (1 + 0.2 * 3) / (2 * (3 + 1))
+    for sketched, exact in zip(received("sketch"), received("exact"), strict=True):
+        assert sketched <= promised * exact
+
+
+def test_a_state_directory_of_another_plan_is_refused(tmp_path: Path) -> None:
+    run(PAIR, state=tmp_path)
+    with pytest.raises(StateError, match="another plan"):
+        run(PAIR.model_copy(update={"seed": 1}), state=tmp_path)
+
+
+def test_a_finished_peer_that_is_started_again_ends_at_once(tmp_path: Path) -> None:
+    first = run(PAIR, state=tmp_path)
+    again = run(PAIR, state=tmp_path)
+    for one, other in zip(first, again, strict=True):
+        np.testing.assert_array_equal(one.model, other.model)
+        assert one.scores == other.scores
+
+
+def test_a_model_that_does_not_fit_the_plan_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="digest"):
+        run(small(model_digest="0" * 32), state=tmp_path)
