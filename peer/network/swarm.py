@@ -361,7 +361,6 @@ class Swarm:
             if pong.updates[0].record.peer == self.own.record.peer:
                 self._given.discard(address)
                 return
-            self._joined = True
             known, _ = await self._transport.request(address, Members(), timeout=RENDEZVOUS_TIMEOUT)
             if isinstance(known, Known):
                 self._hear(known.updates)
@@ -390,6 +389,7 @@ class Swarm:
 
     def _hear(self, updates: Sequence[Update]) -> None:
         self._membership.hear(updates, self._clock())
+        self._joined = self._joined or bool(self._membership.living())
         self._notify()
 
     def _notify(self) -> None:

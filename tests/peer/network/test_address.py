@@ -1,0 +1,43 @@
+"""Addresses as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from peer.errors import UserError
+from peer.network.address import dial_address, facing, parse_address
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("127.0.0.1:7701", "tcp://127.0.0.1:7701"),
+        ("tcp://example.org:1", "tcp://example.org:1"),
+        (" host_1.local:65535 ", "tcp://host_1.local:65535"),
+        ("example.org", "tcp://example.org:7700"),
+    ],
+)
+def test_dialled(text: str, url: str) -> None:
+    assert dial_address(text) == url
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ":7700", "a:", "a:x", "a:0", "a:65536", "0.0.0.0:7700", "a b:1", "::1", "a/x:1"],
+)
+def test_not_dialled(text: str) -> None:
+    with pytest.raises(UserError):
+        dial_address(text)
+
+
+def test_listening_takes_any_port_and_interface() -> None:
+    assert parse_address("0.0.0.0:0", listening=True) == ("0.0.0.0", 0)
+    with pytest.raises(UserError, match="is not an address"):
+        parse_address("127.0.0.1", listening=True)
+
+
+def test_interface_that_faces_another() -> None:
+    assert facing("127.0.0.1:7700") == "127.0.0.1"
+    assert facing("localhost") == "127.0.0.1"
+    with pytest.raises(UserError, match="no-such-host"):
+        facing("no-such-host.invalid:1")
