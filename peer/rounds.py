@@ -135,6 +135,7 @@ class Rounds:
         self._model = self._initial
         self._scores = Scores(0.0, float("inf"))
         self._before: dict[str, int] = {}
+        self._last: tuple[MetricRow, TopologyRow] | None = None
         self._started = time.monotonic()
 
     async def handle(self, request: Request) -> tuple[Reply, Sequence[Buffer]]:
@@ -370,7 +371,9 @@ class Rounds:
             time=time.time(),
             notes=self._matcher.notes,
         )
-        self._writer.append(row, TopologyRow(**place, neighbours=neighbours, bag=sorted(bag)))
+        choice = TopologyRow(**place, neighbours=neighbours, bag=sorted(bag))
+        self._writer.append(row, choice)
+        self._last = row, choice
         if self._on_round is not None:
             self._on_round(self.plan, row)
 
@@ -384,15 +387,23 @@ class Rounds:
                 accuracy=self._scores.accuracy,
             )
         )
-        self._write_result()
+        self._write_model()
+        self._write_account()
         linger = self.plan.network.linger
         if not await self.exchange.wait_for_all(self.plan.rounds, linger):
             log.info("others are not done after %g s; leaving", linger)
+        self._write_account()
 
-    def _write_result(self) -> None:
-        """Write the final model by name, the traffic by kind, and the summary."""
+    def _write_model(self) -> None:
+        """Write the final model by name."""
         arrays = self.learner.manifest.unflatten(self._model)
         path = self.state.path / MODELS / f"peer-{self.index:03}.safetensors"
         write_atomically(path, save(arrays, metadata={"plan": self.plan.digest}))
+
+    def _write_account(self) -> None:
+        """Write traffic and summary; what was sent since the last round's row belongs to it."""
+        if self._last is not None:
+            row, choice = self._last
+            self._writer.append(row.model_copy(update=self._counters()), choice)
         self._writer.write_traffic(self.traffic.snapshot())
         self._writer.write_summary(wall_s=time.monotonic() - self._started)

@@ -26,7 +26,7 @@ class Evidence(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class MatcherSettings:
-    """What a matcher is built from: its peer's index and the plan's numbers, in the papers' symbols.
+    """What a matcher is built from: its peer's index, the plan's numbers, in the papers' symbols.
 
     Attributes:
         index: this peer's index i, in [0, n).
@@ -52,9 +52,9 @@ class Matcher(Protocol):
 
     A round calls `candidates` once, then `settle` once. `known` is the sorted indices of the peers
     that take part in round t, as this peer knows them, without itself; it is the same in both
-    calls. `similarities` maps every candidate that could be heard from to a finite s_ij; it is empty
-    when `evidence` is NONE or `candidates` returned nothing. Both raise ValueError when an index lies
-    outside `known` or t < 1.
+    calls. `similarities` maps every candidate that could be heard from to a finite s_ij; it is
+    empty when `evidence` is NONE or `candidates` returned nothing. Both raise ValueError when an
+    index lies outside `known` or t < 1.
     """
 
     evidence: ClassVar[Evidence]
