@@ -161,5 +161,7 @@ class Registry:
             raise StateError(f"{path} is damaged: its checksum does not fit")
         if saved.plan != self._plan:
             raise StateError(f"{path} belongs to a federation of another plan")
-        self._holders = {peer: _Holder(index, now) for peer, index in saved.holders.items()}
+        self._holders = {
+            peer: _Holder(index, now, announced=True) for peer, index in saved.holders.items()
+        }
         self._model = self._fixed_model or saved.model
