@@ -34,6 +34,7 @@ from peer.network.messages import (
     Reason,
     Reply,
     Request,
+    State,
     Status,
     Update,
     fitting,
@@ -313,7 +314,7 @@ class Swarm:
     async def _announce(self, address: str) -> None:
         """Tell a bootstrap node how far this peer is, and hear whom it knows, again and again."""
         pause, present, lost = QUICK, 0, False
-        while True:
+        while self.own.state is not State.LEFT:
             try:
                 known, _ = await self._transport.request(
                     address, Announce(update=self.own), timeout=RENDEZVOUS_TIMEOUT
@@ -339,7 +340,7 @@ class Swarm:
     async def _seek(self) -> None:
         """Exchange views with the living, and look for those given, remembered or lost."""
         pause = QUICK
-        while True:
+        while self.own.state is not State.LEFT:
             living = [record.control for record in self._membership.living()]
             lost = {member.record.control for member in self.members()} | self._given
             lost -= {*living, self.own.record.control}

@@ -161,12 +161,18 @@ async def test_refusals(node: BootstrapNode) -> None:
 
 async def test_killed_and_started_again_it_keeps_indices(tmp_path: Path) -> None:
     state = tmp_path / "state"
-    async with BootstrapNode(PLAN, listen="127.0.0.1:0", state=state) as first:
-        async with asker(first, 1) as a, asker(first, 2) as b:
-            assert [await a.enrol(), await b.enrol()] == [0, 1]
-    async with BootstrapNode(PLAN, listen="127.0.0.1:0", state=state) as second:
-        async with asker(second, 2) as b, asker(second, 3) as c:
-            assert [await c.enrol(), await b.enrol()] == [2, 1]
+    async with (
+        BootstrapNode(PLAN, listen="127.0.0.1:0", state=state) as first,
+        asker(first, 1) as a,
+        asker(first, 2) as b,
+    ):
+        assert [await a.enrol(), await b.enrol()] == [0, 1]
+    async with (
+        BootstrapNode(PLAN, listen="127.0.0.1:0", state=state) as second,
+        asker(second, 2) as b,
+        asker(second, 3) as c,
+    ):
+        assert [await c.enrol(), await b.enrol()] == [2, 1]
     with pytest.raises(StateError, match="another plan"):
         async with BootstrapNode(Plan(n=4), listen="127.0.0.1:0", state=state):
             pass
@@ -182,16 +188,17 @@ async def test_without_its_state_it_takes_in_who_is_there(node: BootstrapNode) -
 async def test_promise_that_cannot_be_saved_is_not_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with BootstrapNode(PLAN, listen="127.0.0.1:0", state=tmp_path) as node:
-        async with asker(node, 1) as a:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
 
-            def full(*_: object, **__: object) -> None:
-                raise OSError(28, "No space left on device")
-
-            with monkeypatch.context() as patch:
-                patch.setattr("bootstrap.registry.write_atomically", full)
-                assert await a.refusal(Enrol()) == Reason.BUSY
-            assert await a.enrol() == 0
+    async with (
+        BootstrapNode(PLAN, listen="127.0.0.1:0", state=tmp_path) as node,
+        asker(node, 1) as a,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr("bootstrap.registry.write_atomically", full)
+            assert await a.refusal(Enrol()) == Reason.BUSY
+        assert await a.enrol() == 0
 
 
 async def test_state_that_cannot_be_written_is_a_persons_mistake(tmp_path: Path) -> None:
