@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import socket as sockets
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -88,12 +89,13 @@ class _Pending:
 
 @dataclass(eq=False)
 class _Link:
-    """The connection to one address. A retired one is closed as soon as nobody waits on it."""
+    """The connection to one address: when anything was last heard on it, and when it was last
+    used. A retired one is closed as soon as nobody waits on it."""
 
     address: str
     socket: zmq.asyncio.Socket
-    heard: float
     used: float
+    heard: float = -math.inf
     pending: dict[int, _Pending] = field(default_factory=dict)
     retired: bool = False
 
@@ -359,9 +361,10 @@ class Transport:
         stamp = {"id": request.id, "sender": self._sender, "plan": self._plan}
         header = encode(reply.model_copy(update=stamp))
         patience = SEND_PATIENCE if patience is None else patience
-        if await _send(router, [routing_id, header, *chunks], patience):
-            self.traffic.sent(reply.kind, len(header), sum(map(len, chunks)))
-        else:
+        try:
+            if await _send(router, [routing_id, header, *chunks], patience):
+                self.traffic.sent(reply.kind, len(header), sum(map(len, chunks)))
+        except TimeoutError:
             self.blame(Fault.SLOW_READER, routing_id, f"a {reply.kind} was not taken")
 
     # Asking.
@@ -385,7 +388,7 @@ class Transport:
                 dealer.set(zmq.LINGER, 0)
                 dealer.set(zmq.SNDHWM, 64)
                 dealer.connect(HostPort(host, target.port).url)
-                link = _Link(address, dealer, heard=loop.time(), used=loop.time())
+                link = _Link(address, dealer, used=loop.time())
                 self._links[address] = link
                 self._spawn(self._collect(link), f"collect-{address}")
         self._links.move_to_end(address)
@@ -497,7 +500,10 @@ class Transport:
 
 
 async def _send(socket: zmq.asyncio.Socket, frames: Sequence[Buffer], patience: float) -> bool:
-    """Return whether the frames could be handed to ZeroMQ within `patience` seconds."""
+    """Hand the frames to ZeroMQ; return False when the receiver or the socket is gone.
+
+    Raises TimeoutError when the receiver's queue stays full for `patience` seconds.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience
     pause = 0.001
@@ -507,9 +513,8 @@ async def _send(socket: zmq.asyncio.Socket, frames: Sequence[Buffer], patience: 
             await socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
         except zmq.Again:
             if loop.time() + pause > deadline:
-                return False
+                raise TimeoutError from None
         except zmq.ZMQError:
-            # The receiver is gone, or the socket was closed meanwhile.
             return False
         else:
             return True
