@@ -55,7 +55,7 @@ def run_demo(
         status.update("drawing")
         pictures = write_report(out)
     simulated = [("1 process", summary) for summary in comparison.values()]
-    console.print(comparison_table([(f"{plan.n} processes", live), *simulated]))
+    console.print(comparison_table([(f"{plan.n} peers", live), *simulated]))
     console.print(_agreement(live, comparison[plan.method]))
     console.print(f"Pictures: {pictures[0].parent}/")
     return pictures
@@ -66,7 +66,7 @@ def comparison_table(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("method")
     table.add_column("run by")
-    for heading in ("accuracy", "worst peer", "precision", "recall", "payload", "seconds"):
+    for heading in ("accuracy", "worst", "precision", "recall", "payload", "seconds"):
         table.add_column(heading, justify="right")
     for engine, summary in runs:
         table.add_row(
