@@ -6,9 +6,7 @@ way: what a network run must reproduce, and what it is compared with.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import fmean
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from peer.aggregation import average
@@ -18,7 +16,7 @@ from peer.matching.base import Evidence, MatcherSettings
 from peer.matching.registry import create_matcher
 from peer.matching.similarity import GradientEvidence, gradient_similarity, loss_similarity
 from peer.matching.sketch import CountSketch
-from peer.merit import clusters_found, precision, recall
+from peer.merit import precision, recall
 from peer.network.vectors import WIDTH, Precision, decode_vector, encode_vector
 from peer.plan import Plan
 from peer.randomness import Purpose, generator
@@ -38,20 +36,6 @@ def make_learners(plan: Plan) -> list[Learner]:
     return [make_learner(plan, index) for index in range(plan.n)]
 
 
-def matcher_settings(plan: Plan, index: int) -> MatcherSettings:
-    """Return what the matcher of peer `index` is built from."""
-    return MatcherSettings(
-        index=index,
-        n=plan.n,
-        seed=plan.seed,
-        l=plan.matching.l,
-        k=plan.matching.k,
-        t1=plan.t1,
-        tau=plan.matching.tau,
-        clusters=tuple(plan.cluster_of(j) for j in range(plan.n)),
-    )
-
-
 class Population:
     """The peers of `plan`, all matching by `method` (which need not be the plan's own).
 
@@ -67,7 +51,9 @@ class Population:
         Raises UserError for a method, model or data that cannot be used.
         """
         self.plan = plan
-        self.matchers = [create_matcher(method, matcher_settings(plan, i)) for i in range(plan.n)]
+        self.matchers = [
+            create_matcher(method, MatcherSettings.from_plan(plan, i)) for i in range(plan.n)
+        ]
         self.evidence = self.matchers[0].evidence
         self.learners = make_learners(plan) if learners is None else learners
         if len(self.learners) != plan.n:
@@ -218,46 +204,3 @@ class _Snapshots:
             return decode_vector([encode_vector(vector, precision)], vector.size, precision, limit)
         except ProtocolError:
             return None
-
-
-def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the figures of merit of one round's rows; None where no peer has a value."""
-
-    def values(key: str) -> list[float]:
-        return [row[key] for row in rows if row[key] is not None]
-
-    def mean(key: str) -> float | None:
-        return fmean(found) if (found := values(key)) else None
-
-    return {
-        "accuracy_mean": mean("accuracy"),
-        "accuracy_worst": min(values("accuracy"), default=None),
-        "precision": mean("precision"),
-        "recall": mean("recall"),
-        "clusters_found": clusters_found({row["index"]: row["bag"] for row in rows}),
-    }
-
-
-def compare_methods(
-    plan: Plan,
-    methods: Sequence[str],
-    progress: Callable[[str, int], None] | None = None,
-    *,
-    learners: Sequence[Learner] | None = None,
-) -> dict[str, dict[str, Any]]:
-    """Run the plan with each method, on the same data and w_0, and return a summary of each.
-
-    A summary is that of the last round (`summarise`) with `bytes_received`, the payload of the
-    whole run at all peers, and `wall_s`. `progress` is told the method and each finished round.
-    """
-    shared = make_learners(plan) if learners is None else learners
-    summaries = {}
-    for method in methods:
-        start, payload, rows = time.perf_counter(), 0, []
-        for rows in Population(plan, method, learners=shared).run(evaluate_every=plan.rounds):
-            payload += sum(row["payload_received"] for row in rows)
-            if progress is not None:
-                progress(method, rows[0]["t"])
-        wall = time.perf_counter() - start
-        summaries[method] = {**summarise(rows), "bytes_received": payload, "wall_s": wall}
-    return summaries

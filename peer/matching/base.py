@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from peer.plan import Plan
 
 
 class Evidence(StrEnum):
@@ -45,6 +48,20 @@ class MatcherSettings:
     t1: int
     tau: int
     clusters: tuple[int, ...] | None = None
+
+    @classmethod
+    def from_plan(cls, plan: Plan, index: int) -> Self:
+        """Return the settings of peer `index` of a federation."""
+        return cls(
+            index=index,
+            n=plan.n,
+            seed=plan.seed,
+            l=plan.matching.l,
+            k=plan.matching.k,
+            t1=plan.t1,
+            tau=plan.matching.tau,
+            clusters=tuple(plan.cluster_of(j) for j in range(plan.n)),
+        )
 
 
 class Matcher(Protocol):
