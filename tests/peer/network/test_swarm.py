@@ -40,6 +40,13 @@ from peer.plan import NetworkPlan, Plan
 FAST = NetworkPlan(probe_interval=0.2, probe_timeout=0.15, suspicion=0.8)
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten what would only make the tests wait."""
+    monkeypatch.setattr(module, "RENDEZVOUS_TIMEOUT", 0.8)
+    monkeypatch.setattr(module, "STEADY", 0.5)
+
+
 def peer_id(index: int) -> str:
     return f"{index + 1:032x}"
 
@@ -223,10 +230,7 @@ async def test_own_address_among_the_given_is_skipped() -> None:
             await eventually(lambda: a.known() == [1] and b.known() == [0])
 
 
-async def test_partition_heals(
-    context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "STEADY", 0.5)
+async def test_partition_heals(context: zmq.asyncio.Context) -> None:
     async with AsyncExitStack() as stack:
         nodes = [await stack.enter_async_context(node(0, context=context))]
         for index in range(1, 8):
