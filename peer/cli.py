@@ -12,6 +12,7 @@ import typer
 
 from peer.command import end_on_signal, run_command
 from peer.display import PeerView, configure_logging
+from peer.memory import return_freed_memory
 from peer.settings import PeerSettings
 
 app = typer.Typer(
@@ -80,6 +81,7 @@ def run(
     settings = PeerSettings.gather(config=config, **flags)
     settings.check()
     configure_logging(settings.log)
+    return_freed_memory()
     end_on_signal(_host(settings))
 
 

@@ -12,13 +12,13 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
 
 from peer.errors import ProtocolError, RefusedError, UnreachableError
 from peer.learning.learner import Vector
+from peer.matching.base import Evidence
 from peer.matching.similarity import GradientEvidence
 from peer.matching.sketch import CountSketch
 from peer.network.messages import (
@@ -37,7 +37,7 @@ from peer.network.messages import (
 from peer.network.swarm import Swarm
 from peer.network.transport import Buffer, Transport
 from peer.network.vectors import decode_vector, encode_vector, split
-from peer.plan import NetworkPlan, Plan
+from peer.plan import Plan
 
 PATIENCE = 5.0
 """Longest wait, in seconds, that a request asks of the other side before it asks again."""
@@ -50,35 +50,18 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A peer's model after the local training of round `t`: w^{t-1/2} [e], its local update g and
-    its accumulated update h [both: trainable values], as others may ask for them."""
+    """A peer's model after the local training of round `t`, as others may ask for it.
+
+    `model` is w^{t-1/2} [e] in the wire's precision. Of its local update g and its accumulated
+    update h a snapshot keeps what the plan's evidence needs: `gradient` is g [trainable] in the
+    wire's precision for exact evidence, else empty; `sketches` are those of g and h for sketched
+    evidence, else None.
+    """
 
     t: int
-    model: Vector
-    gradient: Vector
-    drift: Vector
-    plan: NetworkPlan
-    sketch: CountSketch
-
-    @cached_property
-    def model_bytes(self) -> memoryview:
-        """w^{t-1/2} in the wire's precision."""
-        return encode_vector(self.model, self.plan.precision)
-
-    @cached_property
-    def gradient_bytes(self) -> memoryview:
-        """g in the wire's precision."""
-        return encode_vector(self.gradient, self.plan.precision)
-
-    @cached_property
-    def sketches(self) -> GradientEvidence:
-        """CountSketches of g and h, each [buckets]."""
-        return GradientEvidence(self.sketch.apply(self.gradient), self.sketch.apply(self.drift))
-
-    @property
-    def exact(self) -> GradientEvidence:
-        """g and h themselves."""
-        return GradientEvidence(self.gradient, self.drift)
+    model: memoryview
+    gradient: memoryview
+    sketches: GradientEvidence | None
 
 
 class Shelf:
@@ -192,30 +175,39 @@ class Exchange:
         self._pulls = asyncio.Semaphore(PULLS_AT_ONCE)
         self.tally = Tally()
 
-    def snapshot(self, t: int, before: Vector, after: Vector) -> Snapshot:
-        """Return the snapshot of round `t` from w^{t-1} and w^{t-1/2}, both [e]."""
-        return Snapshot(
-            t=t,
-            model=after,
-            gradient=(after - before)[: self._trainable],
-            drift=(after - self._initial)[: self._trainable],
-            plan=self._plan.network,
-            sketch=self._sketch,
-        )
+    def snapshot(
+        self, t: int, before: Vector, after: Vector, evidence: Evidence
+    ) -> tuple[Snapshot, GradientEvidence | None]:
+        """Return the snapshot of round `t` from w^{t-1} and w^{t-1/2}, both [e], and this peer's
+        own side of gradient-based similarity, if the matcher asks for that."""
+        precision = self._plan.network.precision
+        model = encode_vector(after, precision)
+        if evidence is not Evidence.GRADIENT:
+            return Snapshot(t, model, memoryview(b""), None), None
+        g = (after - before)[: self._trainable]
+        h = (after - self._initial)[: self._trainable]
+        if self._plan.matching.evidence == "exact":
+            return Snapshot(t, model, encode_vector(g, precision), None), GradientEvidence(g, h)
+        sketches = GradientEvidence(self._sketch.apply(g), self._sketch.apply(h))
+        return Snapshot(t, model, memoryview(b""), sketches), sketches
 
     async def serve(self, request: Request) -> tuple[Reply, Sequence[Buffer]]:
         """Answer a probe, a pull or an await. Raises RefusedError."""
         match request:
             case Probe():
                 snapshot = await self._shelf.get(request.round, request.staleness, request.wait)
+                if snapshot.sketches is None:
+                    raise RefusedError(Reason.BAD_REQUEST, "this plan has no sketches")
                 g, h = snapshot.sketches
                 reply = Sketches(round=snapshot.t, buckets=self._buckets)
                 return reply, [encode_vector(g, "float32"), encode_vector(h, "float32")]
             case Pull():
                 snapshot = await self._shelf.get(request.round, request.staleness, request.wait)
-                parts = [snapshot.model_bytes]
+                parts = [snapshot.model]
                 if request.gradient:
-                    parts.append(snapshot.gradient_bytes)
+                    if not snapshot.gradient:
+                        raise RefusedError(Reason.BAD_REQUEST, "this plan sends no gradients")
+                    parts.append(snapshot.gradient)
                 sizes = [len(part) for part in parts]
                 model = Model(
                     round=snapshot.t,

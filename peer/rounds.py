@@ -253,10 +253,10 @@ class Rounds:
             await self.exchange.wait_for_all(
                 t - self.plan.network.history, self.plan.network.round_timeout
             )
-        snapshot = self.exchange.snapshot(t, self._model, trained)
+        evidence = self._matcher.evidence
+        snapshot, own = self.exchange.snapshot(t, self._model, trained, evidence)
         await self.shelf.publish(snapshot)
         self.swarm.set_status(self.shelf.status)
-        own = snapshot.sketches if self._sketched else snapshot.exact
         similarities, sketches, models = await self._hear(t, candidates, own)
         rng = generator(self.plan.seed, Purpose.SETTLE, index=self.index, t=t)
         neighbours = self._matcher.settle(t, known, similarities, rng)
@@ -290,7 +290,7 @@ class Rounds:
         return self.plan.matching.evidence == "sketch"
 
     async def _hear(
-        self, t: int, candidates: list[int], own: GradientEvidence
+        self, t: int, candidates: list[int], own: GradientEvidence | None
     ) -> tuple[dict[int, float], dict[int, GradientEvidence], dict[int, Received]]:
         """Return the similarities of the candidates that were heard, and what came with them."""
         exchange = self.exchange
@@ -318,8 +318,9 @@ class Rounds:
         return {}, {}, {}
 
     def _gradient_similarities(
-        self, own: GradientEvidence, others: dict[int, GradientEvidence]
+        self, own: GradientEvidence | None, others: dict[int, GradientEvidence]
     ) -> dict[int, float]:
+        assert own is not None, "gradient-based similarity has an own side"
         alpha = self.plan.matching.alpha
         return {j: gradient_similarity(own, other, alpha) for j, other in others.items()}
 

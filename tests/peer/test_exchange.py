@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pytest
 
 from peer.errors import RefusedError
 from peer.exchange import Shelf, Snapshot
-from peer.matching.sketch import CountSketch
 from peer.network.messages import Reason
-from peer.plan import NetworkPlan
-
-SKETCH = CountSketch(4, 16, 0)
 
 
 def snapshot(t: int) -> Snapshot:
-    vector = np.full(4, t, dtype=np.float32)
-    return Snapshot(
-        t=t, model=vector, gradient=vector, drift=vector, plan=NetworkPlan(), sketch=SKETCH
-    )
+    return Snapshot(t=t, model=memoryview(bytes([t])), gradient=memoryview(b""), sketches=None)
 
 
 async def shelf_with(*rounds: int, history: int = 2) -> Shelf:
