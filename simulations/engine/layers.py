@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from peer.learning.learner import Manifest
 
@@ -101,11 +102,13 @@ class Linear(Layer):
     def __init__(self, weight: _Parameter, bias: _Parameter | None) -> None:
         self._weight, self._bias = weight, bias
 
+    @override
     def bind(self, rows: Tensor, velocity: Tensor | None) -> None:
         """Take the views of weight [c, out, in] and bias [c, out]."""
         for parameter in filter(None, (self._weight, self._bias)):
             parameter.bind(rows, velocity)
 
+    @override
     def forward(self, x: Tensor, context: Context | None) -> Tensor:
         """Return x W^T + b of every client."""
         if context is not None:
@@ -115,6 +118,7 @@ class Linear(Layer):
             return torch.bmm(x, weight)
         return torch.baddbmm(self._bias.value.unsqueeze(1), x, weight)
 
+    @override
     def backward(self, dy: Tensor, momentum: float, *, inputs: bool) -> Tensor | None:
         """The product that makes the gradient adds mu times the velocity by itself."""
         dx = torch.bmm(dy, self._weight.value) if inputs else None
@@ -134,11 +138,13 @@ class Conv2d(Layer):
         self._geometry = (layer.stride, layer.padding, layer.dilation)
         self._groups = layer.groups
 
+    @override
     def bind(self, rows: Tensor, velocity: Tensor | None) -> None:
         """Take the views of weight [c, O, C / groups, k, k] and bias [c, O]."""
         for parameter in filter(None, (self._weight, self._bias)):
             parameter.bind(rows, velocity)
 
+    @override
     def forward(self, x: Tensor, context: Context | None) -> Tensor:
         """Return the convolution of every client's channels with its own filters."""
         weight = self._weight.value.flatten(0, 1)
@@ -148,6 +154,7 @@ class Conv2d(Layer):
             self._x, self._w = x, weight
         return nn.functional.conv2d(x, weight, bias, *self._geometry, groups)  # type: ignore[arg-type]
 
+    @override
     def backward(self, dy: Tensor, momentum: float, *, inputs: bool) -> Tensor | None:
         """All gradients come from one call, as autograd would make it."""
         biased = self._bias is not None
@@ -165,11 +172,13 @@ class Conv2d(Layer):
 class ReLU(Layer):
     """max(x, 0)."""
 
+    @override
     def forward(self, x: Tensor, context: Context | None) -> Tensor:
         """Return x where it is positive."""
         self._y = torch.relu(x)
         return self._y
 
+    @override
     def backward(self, dy: Tensor, momentum: float, *, inputs: bool) -> Tensor | None:
         """The gradient passes where the output is positive."""
         return _aten.threshold_backward(dy, self._y, 0) if inputs else None  # type: ignore[no-any-return]
@@ -185,6 +194,7 @@ class MaxPool2d(Layer):
         )
         self._geometry = (kernel, stride, padding, dilation, layer.ceil_mode)
 
+    @override
     def forward(self, x: Tensor, context: Context | None) -> Tensor:
         """Return the maxima, and remember where they were."""
         y, self._places = _aten.max_pool2d_with_indices(x, *self._geometry)
@@ -192,6 +202,7 @@ class MaxPool2d(Layer):
             self._x = x
         return y  # type: ignore[no-any-return]
 
+    @override
     def backward(self, dy: Tensor, momentum: float, *, inputs: bool) -> Tensor | None:
         """Send every gradient to where the maximum was."""
         if not inputs:
@@ -208,10 +219,12 @@ class Flatten(Layer):
         self._shape = shape
         self._clients = 1
 
+    @override
     def bind(self, rows: Tensor, velocity: Tensor | None) -> None:
         """Only the number of clients matters here."""
         self._clients = len(rows)
 
+    @override
     def forward(self, x: Tensor, context: Context | None) -> Tensor:
         """Return the clients' features in the order of a module that sees one client."""
         if len(self._shape) == 1:
@@ -219,6 +232,7 @@ class Flatten(Layer):
         b, c = len(x), self._clients
         return x.reshape(b, c, *self._shape).transpose(0, 1).reshape(c, b, -1)
 
+    @override
     def backward(self, dy: Tensor, momentum: float, *, inputs: bool) -> Tensor | None:
         """Return the gradient in channels-last memory."""
         if not inputs or len(self._shape) == 1:
@@ -237,6 +251,7 @@ class Dropout(Layer):
     def __init__(self, p: float, shape: Shape) -> None:
         self._p, self._shape = p, shape
 
+    @override
     def forward(self, x: Tensor, context: Context | None) -> Tensor:
         """Return the masked input; in evaluation mode the input."""
         if context is None:
@@ -244,6 +259,7 @@ class Dropout(Layer):
         self._noise = None if self._p == 0 else self._draw(x, context)
         return x if self._noise is None else x * self._noise
 
+    @override
     def backward(self, dy: Tensor, momentum: float, *, inputs: bool) -> Tensor | None:
         """Return the gradient behind the same mask."""
         if not inputs:
@@ -278,6 +294,7 @@ class BatchNorm(Layer):
         self._momentum, self._eps = float(layer.momentum or 0.0), layer.eps
         self._flat = len(shape) == 1
 
+    @override
     def bind(self, rows: Tensor, velocity: Tensor | None) -> None:
         """Take the views of the statistics and of weight and bias, each [c, C]."""
         for statistic in (self._mean, self._var):
@@ -285,6 +302,7 @@ class BatchNorm(Layer):
         for parameter in self._affine:
             parameter.bind(rows, velocity)
 
+    @override
     def forward(self, x: Tensor, context: Context | None) -> Tensor:
         """Normalise by the batch's statistics in training, by the running ones otherwise."""
         x = self._channels(x)
@@ -301,6 +319,7 @@ class BatchNorm(Layer):
             self._var.value.copy_(var.view_as(self._var.value))
         return self._clients(y)
 
+    @override
     def backward(self, dy: Tensor, momentum: float, *, inputs: bool) -> Tensor | None:
         """All gradients come from one call, as autograd would make it."""
         x, weight, mean, scale = self._saved

@@ -60,10 +60,7 @@ class Table:
 
 
 class StackTrainer:
-    """Trains clients of one stack on the rows of a table.
-
-    `rows` are the table's rows that each peer trains on. `chunk` clients at most work side by side.
-    """
+    """Trains clients of one stack on the rows of a table, at most `chunk` of them side by side."""
 
     def __init__(
         self, stack: Stack, table: Table, plan: Plan, trainable: int, *, chunk: int
@@ -157,7 +154,7 @@ def evaluate(stack: Stack, model: Tensor, x: Tensor, y: Tensor) -> tuple[float, 
     """
     stack.bind(model[None])
     right, total = 0.0, 0.0
-    for inputs, labels in zip(x.split(PART), y.split(PART), strict=True):
+    for inputs, labels in zip(torch.split(x, PART), torch.split(y, PART), strict=True):
         logits = stack.forward(single(inputs, stack))[0]
         right += float((logits.argmax(dim=1) == labels).sum())
         total += float(losses(logits, labels).sum())
@@ -174,10 +171,10 @@ def mean_losses(
     stack.bind(model[None])
     rows = torch.from_numpy(np.concatenate(samples)).to(table.y.device)
     found = []
-    for part in rows.split(PART):
+    for part in torch.split(rows, PART):
         logits = stack.forward(table.inputs(part[None], stack))
         found.append(losses(logits[0], table.y[part]))
-    return [float(part.mean()) for part in torch.cat(found).split([len(s) for s in samples])]
+    return [float(part.mean()) for part in torch.split(torch.cat(found), [len(s) for s in samples])]
 
 
 def single(x: Tensor, stack: Stack) -> Tensor:

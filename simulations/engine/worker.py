@@ -1,0 +1,386 @@
+"""One worker of an engine: a share of the peers, and of the columns of their models.
+
+`Worker` does the work wherever it is, in this process or in one of its own; `main` is such a
+process. It reads commands from a pipe that its parent holds, and ends when the pipe does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from peer.errors import UserError
+from peer.learning import estimator_learner
+from peer.learning.learner import Learner, Manifest, Scores, Vector
+from peer.learning.models import build_model, instantiate, load_factory
+from peer.learning.schedule import loss_sample
+from peer.learning.torch_learner import TorchLearner
+from peer.matching.sketch import CountSketch
+from peer.plan import Plan
+from simulations.engine import trainer
+from simulations.engine.layers import NotStackableError, Stack, compose
+from simulations.engine.shares import Arena, Array, Field, peer_data
+
+Rows = npt.NDArray[np.int64]
+
+_MIXED = 1 << 19
+"""Values of a column block of all models: they stay in a core's cache while they are mixed."""
+
+_COMPARED = 4096
+"""Columns of a block of a Gram matrix."""
+
+_IN_STACK = 12_000_000
+"""Bytes that a chunk's models, velocities and activations may take: what a core's cache serves."""
+
+LARGEST = {"float16": 65504.0, "bfloat16": float(torch.finfo(torch.bfloat16).max)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker of an engine is told once."""
+
+    plan: Plan
+    shape: tuple[int, ...]
+    classes: int
+    scale: float
+    model: str | None
+    stacked: bool
+    manifest: Manifest
+    device: str
+    layout: dict[str, Field]
+    peers: tuple[int, int]
+    """First and last-but-one of the peers that this worker trains and evaluates."""
+    columns: tuple[int, int]
+    """The same of the columns that it mixes and compares."""
+
+
+class Pairs(NamedTuple):
+    """Pairs (i, j): peer i wants to know how much peer j resembles it; each [number of pairs]."""
+
+    i: Rows
+    j: Rows
+
+
+class Mixture(NamedTuple):
+    """Weights of an [n, n] matrix by rows (CSR): w_i = sum_j weight_ij w_j; `own` is its diagonal."""
+
+    starts: Rows
+    columns: Rows
+    weights: Vector
+    own: Vector
+
+
+def build(plan: Plan, model: str | None, shape: tuple[int, ...], classes: int) -> nn.Module:
+    """Return the plan's module with w_0. Raises UserError."""
+    if model is None:
+        return build_model(plan.model, shape, classes, plan.seed)
+    return instantiate(load_factory(model), shape, classes, plan.seed)
+
+
+class Worker:
+    """Trains, compares, mixes and evaluates its share; every command reads and writes the arena.
+
+    On the CPU the matrices are the arena's own memory; on another device they live there, and the
+    parent reads them through `fetch`.
+    """
+
+    def __init__(self, job: Job, arena: Arena) -> None:
+        self._job = job
+        self._plan = job.plan
+        self._arena = arena
+        self._device = torch.device(job.device)
+        self._models, self._trained, self._initial = (
+            self._matrix(name) for name in ("models", "trained", "initial")
+        )
+        self._rows: list[Rows] = np.split(arena["rows"], np.cumsum(arena["counts"])[:-1])
+        trainable = job.manifest.trainable
+        self._sketch: CountSketch | None = None
+        if "sketches" in arena.arrays:
+            self._sketch = CountSketch(trainable, arena["sketches"].shape[2], job.plan.seed)
+        self._learners: dict[int, Learner] = {}
+
+    # Training
+
+    def train(self, t: int) -> None:
+        """w_i^{t-1/2} of the worker's peers from w_i^{t-1}; their norms, and their sketches."""
+        start, stop = self._job.peers
+        if self._job.stacked:
+            trained = self._trained[start:stop]
+            trained.copy_(self._models[start:stop])
+            self._stack_trainer.fit(trained, range(start, stop), self._rows[start:stop], t)
+        else:
+            for i in range(start, stop):
+                self._put("trained", i, self._learner(i).fit(self._get("models", i), t))
+        for i in range(start, stop):
+            self._arena["norms"][i] = self._norm(i)
+
+    def sketch(self) -> None:
+        """CountSketches of g_i and h_i of the worker's peers."""
+        assert self._sketch is not None
+        initial, trainable = self._arena["initial"][0], self._job.manifest.trainable
+        for i in range(*self._job.peers):
+            w, before = self._get("trained", i), self._get("models", i)
+            for place, origin in enumerate((before, initial)):
+                update = (w - origin)[:trainable]
+                self._arena["sketches"][i, place] = self._sketch.apply(update)
+
+    def _norm(self, i: int) -> float:
+        return float(torch.linalg.vector_norm(self._wire(self._trained[i]), dtype=torch.float64))
+
+    @cached_property
+    def _stack(self) -> Stack:
+        return compose(self._module(), self._job.manifest, self._job.shape)
+
+    @cached_property
+    def _table(self) -> trainer.Table:
+        x, y = (self._tensor(self._arena[name]) for name in ("train_x", "train_y"))
+        return trainer.Table(x, y, self._job.scale)
+
+    @cached_property
+    def _stack_trainer(self) -> trainer.StackTrainer:
+        return trainer.StackTrainer(
+            self._stack,
+            self._table,
+            self._plan,
+            self._job.manifest.trainable,
+            chunk=self._chunk(),
+        )
+
+    def _chunk(self) -> int:
+        """Return how many clients work side by side.
+
+        Small models are bound by the number of operations and gain from more clients in each; for
+        large activations the chunk must stay in the cache. On a GPU, more is better.
+        """
+        inputs = torch.zeros(1, *self._job.shape)
+        bytes_per_sample = 4 * _activations(self._module(), inputs)
+        used = self._plan.training.batch * bytes_per_sample + 8 * self._job.manifest.size
+        budget = _IN_STACK if self._device.type == "cpu" else 1 << 32
+        most = 20 if self._device.type == "cpu" else 1 << 10
+        return int(max(1, min(most, budget // used)))
+
+    # Comparing
+
+    def losses(self, t: int, pairs: Pairs) -> list[float]:
+        """Return F_i(w_j) of the pairs, on round t's draw of peer i's training samples.
+
+        Pairs of one j are best given to one worker, one after another: they share its products.
+        """
+        if not self._job.stacked:
+            return [
+                self._learner(i).train_losses([self._received(j)], t)[0]
+                for i, j in zip(pairs.i.tolist(), pairs.j.tolist(), strict=True)
+            ]
+        found: list[float] = []
+        cuts = np.flatnonzero(np.diff(pairs.j)) + 1
+        for asking, j in zip(np.split(pairs.i, cuts), np.split(pairs.j, cuts), strict=True):
+            if len(j):
+                samples = [self._loss_rows(i, t) for i in asking.tolist()]
+                model = self._wire(self._trained[int(j[0])])
+                found += trainer.mean_losses(self._stack, model, self._table, samples)
+        return found
+
+    def _loss_rows(self, i: int, t: int) -> Rows:
+        own = self._rows[i]
+        return own[loss_sample(self._plan, i, t, len(own))]
+
+    def cosines(self, pairs: Pairs) -> npt.NDArray[np.float64]:
+        """Return, of the worker's columns, what exact cosines of the pairs are made of.
+
+        [2 (of g, of h), 3, pairs]: own_i . arrived_j, own_i . own_i, arrived_j . arrived_j, where
+        what arrives has the wire's precision. All pairs come from Gram matrices of column blocks,
+        which at the usual l costs less than gathering the vectors of the pairs.
+        """
+        n, start, stop = self._plan.n, *self._job.columns
+        stop = min(stop, self._job.manifest.trainable)
+        dots = torch.zeros(2, n, n, dtype=torch.float64)
+        squares = torch.zeros(2, 2, n, dtype=torch.float64)
+        for first in range(start, stop, _COMPARED):
+            block = slice(first, min(first + _COMPARED, stop))
+            w, before, initial = (
+                matrix[:, block] for matrix in (self._trained, self._models, self._initial)
+            )
+            own = (w - before, w - initial)
+            arrived = (self._wire(own[0]), self._wire(w) - initial)
+            for place in range(2):
+                dots[place] += (own[place] @ arrived[place].T).cpu()
+                for side, vectors in enumerate((own[place], arrived[place])):
+                    squares[place, side] += vectors.double().square().sum(dim=1).cpu()
+        i, j = (torch.from_numpy(side) for side in pairs)
+        return torch.stack([dots[:, i, j], squares[:, 0, i], squares[:, 1, j]], dim=1).numpy()
+
+    # Mixing
+
+    def mix(self, mixture: Mixture) -> None:
+        """w_i^t of all peers, in the worker's columns: own models as they are, others' by wire."""
+        n, (start, stop) = self._plan.n, self._job.columns
+        parts = (self._tensor(part) for part in mixture[:3])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Sparse CSR tensor support")
+            matrix = torch.sparse_csr_tensor(*parts, (n, n), check_invariants=False)
+        own = self._tensor(mixture.own)[:, None]
+        exact = self._plan.network.precision == "float32"
+        width = max(64, _MIXED // n)
+        for first in range(start, stop, width):
+            block = slice(first, min(first + width, stop))
+            w = self._trained[:, block]
+            if exact:
+                self._models[:, block] = matrix @ w
+            else:
+                wire = self._wire(w)
+                self._models[:, block] = (matrix @ wire).addcmul_(own, w - wire)
+
+    # Evaluating
+
+    def evaluate(self) -> None:
+        """Accuracy and mean loss of w_i^t of the worker's peers, on their own test sets."""
+        pool = len(self._arena["test_y"]) // self._plan.partition.clusters
+        for i in range(*self._job.peers):
+            if self._job.stacked:
+                test = slice(start := self._plan.cluster_of(i) * pool, start + pool)
+                x, y = self._test
+                scores = trainer.evaluate(self._stack, self._models[i], x[test], y[test])
+            else:
+                scores = self._learner(i).evaluate(self._get("models", i))
+            self._arena["scores"][i] = scores
+
+    @cached_property
+    def _test(self) -> tuple[Tensor, Tensor]:
+        return self._tensor(self._arena["test_x"]), self._tensor(self._arena["test_y"])
+
+    # One peer at a time, by the device's own path
+
+    def losses_of(self, i: int, models: Sequence[Vector], t: int) -> list[float]:
+        """Return what the learner of peer i answers."""
+        return self._learner(i).train_losses(list(models), t)
+
+    def scores_of(self, i: int, model: Vector) -> Scores:
+        """Return what the learner of peer i answers."""
+        return self._learner(i).evaluate(model)
+
+    def _learner(self, i: int) -> Learner:
+        """Return the learner of peer i, which stays, for it may keep state of its own."""
+        if i not in self._learners:
+            job = self._job
+            data = peer_data(
+                self._arena.arrays, self._plan, i, scale=job.scale, classes=job.classes
+            )
+            if self._plan.model in estimator_learner.KINDS:
+                learner: Learner = estimator_learner.EstimatorLearner(
+                    self._plan.model, data, self._plan, i
+                )
+            else:
+                learner = TorchLearner(self._module(), data, self._plan, i, device=job.device)
+            self._learners[i] = learner
+        return self._learners[i]
+
+    def _module(self) -> nn.Module:
+        job = self._job
+        module = build(self._plan, job.model, job.shape, job.classes)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            module.eval()(torch.zeros(2, *job.shape))  # creates what lazy layers lack
+        return module
+
+    # Memory
+
+    def set_models(self, models: Array) -> None:
+        """Start from other models [n, e] than w_0."""
+        self._models.copy_(torch.from_numpy(models))
+
+    def fetch(self, name: str) -> Array:
+        """Return `models` or `trained` [n, e] as it is on the device."""
+        return (self._models if name == "models" else self._trained).cpu().numpy()
+
+    def _matrix(self, name: str) -> Tensor:
+        return self._tensor(self._arena[name])
+
+    def _tensor(self, array: Array) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def _get(self, name: str, i: int) -> Vector:
+        matrix = self._models if name == "models" else self._trained
+        return matrix[i].cpu().numpy()
+
+    def _put(self, name: str, i: int, vector: Vector) -> None:
+        assert name == "trained"
+        self._trained[i] = torch.from_numpy(vector)
+
+    def _received(self, j: int) -> Vector:
+        return self._wire(self._trained[j]).cpu().numpy()
+
+    def _wire(self, values: Tensor) -> Tensor:
+        """Return values as they arrive: in the wire's precision, and no larger than it holds."""
+        precision = self._plan.network.precision
+        if precision == "float32":
+            return values
+        largest = LARGEST[precision]
+        return values.clamp(-largest, largest).to(getattr(torch, precision)).float()
+
+
+def _activations(module: nn.Module, inputs: Tensor) -> int:
+    """Return how many values all layers put out for `inputs`."""
+    counted = [inputs.numel()]
+    hooks = [
+        part.register_forward_hook(lambda _m, _i, output: counted.append(output.numel()))
+        for part in module.modules()
+        if not list(part.children())
+    ]
+    with torch.no_grad():
+        module.eval()(inputs)
+    for hook in hooks:
+        hook.remove()
+    return sum(counted)
+
+
+def stackable(module: nn.Module, manifest: Manifest, shape: tuple[int, ...]) -> Stack | None:
+    """Return the module's stack; None, and one line of the log, when it takes the other path."""
+    try:
+        return compose(module, manifest, shape)
+    except NotStackableError as reason:
+        logging.getLogger(__name__).warning(
+            "the model is trained one peer at a time, which is slower: %s", reason
+        )
+        return None
+
+
+def main() -> None:
+    """Serve the parent whose pipe and memory were inherited as the descriptors of argv."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it ends the pipe
+    torch.set_num_threads(1)
+    connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
+    try:
+        job: Job = connection.recv()
+        worker = Worker(job, Arena(job.layout, memory))
+        connection.send(("result", None))  # ready
+        while True:
+            name, arguments = connection.recv()
+            connection.send(_answer(worker, name, arguments))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # the parent is gone, and with it whatever there was to clean up
+
+
+def _answer(worker: Worker, name: str, arguments: tuple[Any, ...]) -> tuple[str, Any]:
+    try:
+        return "result", getattr(worker, name)(*arguments)
+    except UserError as error:
+        return "mistake", (error.message, error.hint)
+    except Exception:  # whatever it is, the parent is told, and ends
+        return "failure", traceback.format_exc()
+
+
+if __name__ == "__main__":
+    main()
