@@ -7,9 +7,11 @@ process. It reads commands from a pipe that its parent holds, and ends when the 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -76,7 +78,7 @@ class Pairs(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """Weights of an [n, n] matrix by rows (CSR): w_i = sum_j weight_ij w_j; `own` is its diagonal."""
+    """w_i = sum_j weight_ij w_j, the weights by rows (CSR); `own` [n] is their diagonal."""
 
     starts: Rows
     columns: Rows
@@ -295,7 +297,17 @@ class Worker:
             module.eval()(torch.zeros(2, *job.shape))  # creates what lazy layers lack
         return module
 
-    # Memory
+    # The rest
+
+    def peak(self) -> float:
+        """Return the float32 operations a second of the best of a few square matrix products."""
+        size, best = 1024, math.inf
+        a = torch.ones(size, size, device=self._device)
+        for _ in range(8):
+            start = time.perf_counter()
+            (a @ a)[0, 0].item()
+            best = min(best, time.perf_counter() - start)
+        return 2 * size**3 / best
 
     def set_models(self, models: Array) -> None:
         """Start from other models [n, e] than w_0."""

@@ -7,13 +7,14 @@ name (`shares`), and its workers end with the pipe to their parent.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 import weakref
 from collections.abc import Sequence
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.connection import Pipe as make_pipe
 from types import TracebackType
 from typing import Any, Self
 
@@ -47,7 +48,7 @@ class Engine:
     """Trains, compares, mixes and evaluates all peers of a plan.
 
     `models` are w_i^t and `trained` are w_i^{t-1/2}, each [n, e]; `sketches` [n, 2, buckets] are
-    those of g_i and h_i; `norms` [n] are the Euclidean norms of the trained models as they arrive.
+    those of g_i and h_i; `workers` is how many processes work; `norms` [n] are the Euclidean norms of the trained models as they arrive.
     Close it, or use it in a `with`.
     """
 
@@ -92,6 +93,7 @@ class Engine:
             workers = min(len(os.sched_getaffinity(0)), n) if device == "cpu" else 0
         if workers and device != "cpu":
             raise UserError(f"a {device} is worked by one process", "use 0 workers with it")
+        self.workers = workers
         count = max(1, workers)
         peers = _ranges(np.array(self.samples), count)
         columns = _ranges(np.ones(e), count)
@@ -170,7 +172,7 @@ class Engine:
         return parts
 
     def mix(self, neighbours: Sequence[Sequence[int]], weights: Sequence[float]) -> None:
-        """w_i^t = the mean of w_i^{t-1/2} and those of its neighbours, weighted by `weights` [n]."""
+        """w_i^t = the mean of w_i^{t-1/2} and its neighbours', weighted by `weights` [n]."""
         shares = np.array(weights, dtype=np.float64)
         starts, columns, values, own = [0], [], [], []
         for i, others in enumerate(neighbours):
@@ -202,6 +204,10 @@ class Engine:
         """Return what the device's own learner of peer i says of `model` [e]."""
         scores: Scores = self._crew.one(int(self._owner[i]), "scores_of", i, model)
         return scores
+
+    def peak(self) -> float:
+        """Return the float32 operations a second of square matrix products on all workers."""
+        return float(sum(self._crew.everyone("peak")))
 
     def memory(self) -> float:
         """Return MiB in use by this process and the workers, what they share counted once."""
@@ -265,7 +271,7 @@ class _Here(_Crew):
     def ask(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         return [self.one(0, name, *arguments[0])]
 
-    def one(self, worker: int, name: str, *arguments: Any) -> Any:
+    def one(self, worker: int, name: str, *arguments: Any) -> Any:  # noqa: ARG002
         return getattr(self._worker, name)(*arguments)
 
 
@@ -280,7 +286,7 @@ class _Processes(_Crew):
         # Whatever happens, also to this object's constructor, the workers end with it.
         self._end = weakref.finalize(self, _end, self._connections, self._processes)
         for job in jobs:
-            ours, theirs = make_pipe()
+            ours, theirs = Pipe()
             command = [sys.executable, "-m", "simulations.engine.worker"]
             self._processes.append(
                 subprocess.Popen(
@@ -366,7 +372,7 @@ def _ranges(loads: npt.NDArray[Any], count: int) -> list[tuple[int, int]]:
     """Return `count` contiguous ranges of about equal load."""
     total = np.concatenate([[0], np.cumsum(loads)])
     cuts = [int(np.abs(total - total[-1] * part / count).argmin()) for part in range(count + 1)]
-    return list(zip(cuts[:-1], cuts[1:], strict=True))
+    return list(itertools.pairwise(cuts))
 
 
 def _mebibytes(pid: int) -> float:
