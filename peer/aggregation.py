@@ -10,6 +10,10 @@ import numpy.typing as npt
 Vector = npt.NDArray[np.float32]
 
 
+BLOCK = 16_384
+"""Values that are averaged at a time."""
+
+
 def average(
     own: Vector, others: Sequence[Vector], weights: Sequence[float] | None = None
 ) -> Vector:
@@ -33,8 +37,12 @@ def average(
         or shares.sum() <= 0
     ):
         raise ValueError(f"{weights!r} are not the weights of {len(models)} models")
-    total = np.zeros(own.shape)
-    for model, share in zip(models, shares, strict=True):
-        total += share * model.astype(np.float64)
-    mean: Vector = (total / shares.sum()).astype(np.float32)
+    mean = np.empty_like(own)
+    # By blocks: the float64 sums stay in the cache, and no second copy of the models is made.
+    for start in range(0, own.size, BLOCK):
+        block = slice(start, start + BLOCK)
+        total = np.zeros(own[block].shape)
+        for model, share in zip(models, shares, strict=True):
+            total += share * model[block].astype(np.float64)
+        mean[block] = total / shares.sum()
     return mean

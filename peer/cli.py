@@ -89,10 +89,10 @@ async def _host(settings: PeerSettings) -> None:
     from peer.hosting import host
 
     if settings.replicas > 1:
-        await host(settings)
+        await host(settings, traces=False)
         return
     with PeerView() as view:
-        await host(settings, on_round=view.update)
+        await host(settings, on_round=view.update, traces=False)
 
 
 @app.command()

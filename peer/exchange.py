@@ -129,10 +129,10 @@ class Shelf:
 
 @dataclass(frozen=True)
 class Received:
-    """What a pull brought: the model w_j [e], its h_j, g_j when it was asked for, j's samples."""
+    """What a pull brought: the model w_j [e], g_j [trainable] when it was asked for, the number of
+    j's samples, and the round of the snapshot."""
 
     model: Vector
-    drift: Vector
     gradient: Vector | None
     samples: int
     round: int
@@ -185,11 +185,15 @@ class Exchange:
         if evidence is not Evidence.GRADIENT:
             return Snapshot(t, model, memoryview(b""), None), None
         g = (after - before)[: self._trainable]
-        h = (after - self._initial)[: self._trainable]
+        h = self.drift(after)
         if self._plan.matching.evidence == "exact":
             return Snapshot(t, model, encode_vector(g, precision), None), GradientEvidence(g, h)
         sketches = GradientEvidence(self._sketch.apply(g), self._sketch.apply(h))
         return Snapshot(t, model, memoryview(b""), sketches), sketches
+
+    def drift(self, model: Vector) -> Vector:
+        """Return h = w - w_0 [trainable] of a model [e]."""
+        return (model - self._initial)[: self._trainable]
 
     async def serve(self, request: Request) -> tuple[Reply, Sequence[Buffer]]:
         """Answer a probe, a pull or an await. Raises RefusedError."""
@@ -293,11 +297,10 @@ class Exchange:
                 chunks, sum(expected) // width, network.precision, network.norm_limit * 2
             )
             model, g = whole[: self._initial.size], whole[self._initial.size :]
-            drift = (model - self._initial)[: self._trainable]
             # In other modes the peer may have published a newer snapshot since it was probed.
             if sketches is not None and self._plan.lockstep:
-                self._check_sketch(drift, sketches)
-            return Received(model, drift, g if gradient else None, reply.samples, reply.round)
+                self._check_sketch(self.drift(model), sketches)
+            return Received(model, g if gradient else None, reply.samples, reply.round)
 
         if newest:
             try:

@@ -30,10 +30,12 @@ async def host(
     plan: Plan | None = None,
     make_learner: LearnerFactory | None = None,
     on_round: Callable[[Plan, MetricRow], None] | None = None,
+    traces: bool = True,
 ) -> list[Result]:
     """Run `settings.replicas` peers to their last round; return their results in order.
 
-    Raises what the first failing peer raises; the others are then ended cleanly.
+    The arguments are those of `Peer`. Raises what the first failing peer raises; the others are
+    then ended cleanly.
     """
     worker = ThreadPoolExecutor(1, thread_name_prefix="train")
     context = zmq.asyncio.Context()
@@ -51,6 +53,7 @@ async def host(
                 make_learner=make_learner,
                 on_round=on_round,
                 on_listening=None if number else first_address.set_result,
+                traces=traces,
                 worker=worker,
                 context=context,
             ).run()

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ import zmq.asyncio
 
 from peer.errors import PanmeshError, RefusedError, StateError, UserError
 from peer.learning.learner import Learner
+from peer.memory import torch_without_tracing
 from peer.network.address import facing
 from peer.network.messages import PeerRecord, Reason, Reply, Request
 from peer.network.swarm import Swarm, enrol
@@ -49,7 +50,8 @@ class Peer:
     and the state directory holds the last finished round. `plan` replaces the settings' plan file,
     `make_learner` the learner that plan and settings name (for data or models that live in
     memory). `on_listening` is called with the peer's address, `on_round` with the plan and the
-    metrics of every finished round.
+    metrics of every finished round. Without `traces` torch is imported without what only tracing
+    needs, if it is this peer that imports it.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Peer:
         make_learner: LearnerFactory | None = None,
         on_listening: Callable[[str], None] | None = None,
         on_round: Callable[[Plan, MetricRow], None] | None = None,
+        traces: bool = True,
         worker: ThreadPoolExecutor | None = None,
         context: zmq.asyncio.Context | None = None,
     ) -> None:
@@ -68,6 +71,7 @@ class Peer:
         self._on_listening = on_listening
         self._make_learner = make_learner
         self._on_round = on_round
+        self._traces = traces
         self._worker = worker or ThreadPoolExecutor(1, thread_name_prefix="train")
         self._context = context
         self._traffic = Traffic()
@@ -207,14 +211,17 @@ class Peer:
         from peer.learning.build import prepare
 
         settings = self._settings
-        learner, card = prepare(
-            plan,
-            index,
-            data=settings.data,
-            model=settings.model,
-            device=settings.device,
-            threads=settings.threads,
-        )
+        # A person's own model may use anything of torch's.
+        lean = not self._traces and settings.model is None
+        with torch_without_tracing() if lean else nullcontext():
+            learner, card = prepare(
+                plan,
+                index,
+                data=settings.data,
+                model=settings.model,
+                device=settings.device,
+                threads=settings.threads,
+            )
         state.write_json(MODEL_CARD, asdict(card))
         return learner
 

@@ -46,7 +46,7 @@ class MatchingPlan(_Table):
         default=None,
         ge=16,
         le=65_536,
-        description="CountSketch length; min(1024, e // 16), at least 64, if not given",
+        description="CountSketch length; min(4096, e // 16), at least 64, if not given",
     )
     loss_samples: int = Field(
         default=100, ge=1, description="training samples that loss-based similarity is computed on"
@@ -194,10 +194,10 @@ class Plan(_Table):
     def sketch_buckets(self, trainable: int) -> int:
         """CountSketch length for a model of `trainable` values.
 
-        [choice] min(1024, e // 16), at least 64: g's and h's sketch together then cost an eighth of
-        a model or less.
+        [choice] min(4096, e // 16), at least 64: g's and h's sketch together then cost an eighth of
+        a model or less, and hidden label swaps, whose clusters differ by little, are still seen.
         """
-        return self.matching.sketch_buckets or max(64, min(1024, trainable // 16))
+        return self.matching.sketch_buckets or max(64, min(4096, trainable // 16))
 
     @property
     def digest(self) -> str:

@@ -120,16 +120,7 @@ class Rounds:
         self._clusters = clusters
         self._matcher: Matcher = create_matcher(
             plan.method,
-            MatcherSettings(
-                index=index,
-                n=plan.n,
-                seed=plan.seed,
-                l=plan.matching.l,
-                k=plan.matching.k,
-                t1=plan.t1,
-                tau=plan.matching.tau,
-                clusters=clusters,
-            ),
+            MatcherSettings.from_plan(plan, index),
         )
         self._writer = RunWriter(state.path, plan)
         self._model = self._initial
@@ -303,7 +294,7 @@ class Rounds:
                     candidates, lambda j: exchange.pull(j, t, gradient=True)
                 )
                 evidence = {
-                    j: GradientEvidence(item.gradient[: self._trainable], item.drift)
+                    j: GradientEvidence(item.gradient, exchange.drift(item.model))
                     for j, item in models.items()
                     if item.gradient is not None
                 }

@@ -40,12 +40,16 @@ class Memory:
     pss: int = 0
     uss: int = 0
 
-    def sample(self, pid: int) -> None:
-        """Look at a process; one that is gone, or a system that cannot tell, changes nothing."""
-        with suppress(psutil.Error):
+    def sample(self, pid: int) -> int:
+        """Look at a process and return its PSS now; 0 for one that is gone."""
+        try:
             info = psutil.Process(pid).memory_full_info()
-            self.uss = max(self.uss, info.uss)
-            self.pss = max(self.pss, getattr(info, "pss", info.uss))
+        except psutil.Error:
+            return 0
+        pss: int = getattr(info, "pss", info.uss)
+        self.uss = max(self.uss, info.uss)
+        self.pss = max(self.pss, pss)
+        return pss
 
 
 @dataclass
@@ -158,6 +162,7 @@ class Federation:
         ]
         self._readers = [RowReader(worker.directory / "metrics.jsonl") for worker in self.peers]
         self._started = self._ended = self._last_memory = 0.0
+        self._peak_total = 0
 
     def _worker(self, name: str, module: list[str]) -> Worker:
         state = self.directory / name
@@ -236,10 +241,12 @@ class Federation:
     def collect(self, target: Path) -> dict[str, Any]:
         """Merge the peers' state into the run directory `target` and return the summary.
 
-        Adds `memory_pss_mb` and `memory_uss_mb`: each process's peak, in order of start.
+        Adds `memory_pss_mb` and `memory_uss_mb`, each peer's peak in order of start, and
+        `memory_total_mb`, the peak of all processes' PSS at one time, the bootstrap node included.
         """
         runs = [run for worker in self.peers for run in find_runs(worker.directory)]
         memory = {
+            "memory_total_mb": round(self._peak_total / 1e6, 1),
             "memory_pss_mb": [round(worker.memory.pss / 1e6, 1) for worker in self.peers],
             "memory_uss_mb": [round(worker.memory.uss / 1e6, 1) for worker in self.peers],
         }
@@ -287,9 +294,12 @@ class Federation:
                 worker.kill()
 
     def _sample_memory(self) -> None:
-        for worker in (self.bootstrap, *self.peers):
-            if worker.process is not None and worker.running:
-                worker.memory.sample(worker.process.pid)
+        total = sum(
+            worker.memory.sample(worker.process.pid)
+            for worker in (self.bootstrap, *self.peers)
+            if worker.process is not None and worker.running
+        )
+        self._peak_total = max(self._peak_total, total)
 
     def _unfinished(self) -> str:
         waiting = [worker for worker in self.peers if worker.running]
