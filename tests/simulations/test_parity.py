@@ -1,0 +1,68 @@
+"""What is simulated is what is deployed: live lockstep peers and the population, bit by bit.
+
+Live are eight peers with real sockets in one process; the population is the same plan with the
+network left out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peer import Plan, run
+from peer.rundir import final_rows, read_metrics, read_topology
+from simulations.population import Population
+
+
+def eight(method: str, **matching: Any) -> Plan:
+    return Plan.model_validate(
+        {
+            "n": 8,
+            "rounds": 7,
+            "seed": 5,
+            "method": method,
+            "matching": {"l": 4, "k": 2, "t1": 3, "tau": 2, **matching},
+            "partition": {"kind": "rotation", "clusters": 2, "train_per_peer": 60},
+            "training": {"batch": 20},
+        }
+    )
+
+
+def check(plan: Plan, state: Path) -> None:
+    results = run(plan, state=state)
+    population = Population(plan, plan.method)
+    simulated = [row for rows in population.run() for row in rows]
+    for result in results:
+        own = [row for row in simulated if row["index"] == result.index]
+        live = read_topology(result.state)
+        assert [row.neighbours for row in live] == [row["neighbours"] for row in own]
+        assert [row.bag for row in live] == [row["bag"] for row in own]
+        metrics = read_metrics(result.state)
+        assert [row.accuracy for row in metrics] == [row["accuracy"] for row in own]
+        assert final_rows(metrics)[0].payload_received == sum(r["payload_received"] for r in own)
+        np.testing.assert_array_equal(result.model, population.models[result.index])
+
+
+@pytest.mark.parametrize("method", ["panm-grad", "panm-loss"])
+def test_live_peers_reach_what_the_population_computes(tmp_path: Path, method: str) -> None:
+    check(eight(method), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["pens", "random", "fixed", "oracle", "local"])
+def test_every_other_method_does_too(tmp_path: Path, method: str) -> None:
+    check(eight(method), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+@pytest.mark.parametrize("evidence", ["exact", "sketch"])
+def test_so_do_exact_evidence_and_half_precision(
+    tmp_path: Path, precision: str, evidence: str
+) -> None:
+    plan = eight("panm-grad", evidence=evidence)
+    network = plan.network.model_copy(update={"precision": precision})
+    check(plan.model_copy(update={"network": network}), tmp_path)
