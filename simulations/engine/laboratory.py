@@ -221,7 +221,8 @@ class Laboratory:
         model = manifest.size * item
         gradient = self.evidence is Evidence.GRADIENT
         if gradient and self._sketched:
-            evidence = 2 * self.engine.sketches.shape[2] * WIDTH[SKETCH_PRECISION]
+            buckets: int = self.engine.sketches.shape[2]
+            evidence = 2 * buckets * WIDTH[SKETCH_PRECISION]
             return len(heard) * evidence + len(neighbours) * model
         update = manifest.trainable * item if gradient else 0
         return len(heard) * (model + update) + len(set(neighbours) - set(heard)) * model

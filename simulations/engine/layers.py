@@ -135,7 +135,7 @@ class Conv2d(Layer):
 
     def __init__(self, layer: nn.Conv2d, weight: _Parameter, bias: _Parameter | None) -> None:
         self._weight, self._bias = weight, bias
-        self._geometry = (layer.stride, layer.padding, layer.dilation)
+        self._geometry = (list(layer.stride), list(layer.padding), list(layer.dilation))
         self._groups = layer.groups
 
     @override
@@ -152,7 +152,7 @@ class Conv2d(Layer):
         groups = self._groups * len(self._weight.value)
         if context is not None:
             self._x, self._w = x, weight
-        return nn.functional.conv2d(x, weight, bias, *self._geometry, groups)  # type: ignore[arg-type]
+        return nn.functional.conv2d(x, weight, bias, *self._geometry, groups)
 
     @override
     def backward(self, dy: Tensor, momentum: float, *, inputs: bool) -> Tensor | None:
@@ -160,7 +160,7 @@ class Conv2d(Layer):
         biased = self._bias is not None
         dx, dw, db = _aten.convolution_backward(
             dy, self._x, self._w, [len(self._w)] if biased else None,
-            *map(list, self._geometry), False, [0, 0],
+            *self._geometry, False, [0, 0],
             self._groups * len(self._weight.value), [inputs, True, biased],
         )  # fmt: skip
         self._weight.accumulate(dw, momentum)
@@ -181,7 +181,7 @@ class ReLU(Layer):
     @override
     def backward(self, dy: Tensor, momentum: float, *, inputs: bool) -> Tensor | None:
         """The gradient passes where the output is positive."""
-        return _aten.threshold_backward(dy, self._y, 0) if inputs else None  # type: ignore[no-any-return]
+        return _aten.threshold_backward(dy, self._y, 0) if inputs else None
 
 
 class MaxPool2d(Layer):
@@ -271,7 +271,9 @@ class Dropout(Layer):
         if self._p == 1:
             return noise
         c = len(context.sizes)
-        clients = noise if len(self._shape) == 1 else noise.unflatten(1, (c, -1)).transpose(0, 1)
+        clients = (
+            noise if len(self._shape) == 1 else noise.view(len(x), c, *self._shape).transpose(0, 1)
+        )
         for client, size, generator in zip(clients, context.sizes, context.generators, strict=True):
             mask = torch.empty(size, *self._shape, dtype=x.dtype, device=x.device)
             client[:size] = mask.bernoulli_(1 - self._p, generator=generator).div_(1 - self._p)
@@ -336,7 +338,7 @@ class BatchNorm(Layer):
         return x.transpose(0, 1).flatten(1) if self._flat else x
 
     def _clients(self, y: Tensor) -> Tensor:
-        return y.unflatten(1, self._mean.value.shape).transpose(0, 1) if self._flat else y
+        return y.view(len(y), *self._mean.value.shape).transpose(0, 1) if self._flat else y
 
 
 class Stack:
@@ -388,12 +390,15 @@ def losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def image_batch(x: Tensor) -> Tensor:
-    """Return clients' images [c, b, C, H, W] as one channels-last batch [b, c * C, H, W].
+    """Return clients' images [c, b, C, H, W] as one channels-last batch [b, c * C, H, W], float.
 
-    The permuted view has channels-last strides even for one channel, where `contiguous` would
-    leave those that make torch take the slow path.
+    The memory is laid out first and permuted then, so that it has channels-last strides even for
+    one channel, where torch's own conversion leaves those that make it take the slow path.
     """
-    return x.permute(1, 3, 4, 0, 2).flatten(3).permute(0, 3, 1, 2)
+    x = x.permute(1, 3, 4, 0, 2)
+    dtype = x.dtype if x.is_floating_point() else torch.float32
+    batch = torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
+    return batch.flatten(3).permute(0, 3, 1, 2)
 
 
 def compose(module: nn.Module, manifest: Manifest, shape: Shape) -> Stack:

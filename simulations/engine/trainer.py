@@ -28,7 +28,7 @@ from simulations.engine.layers import (
 
 Indices = npt.NDArray[np.int64]
 
-PART = 1000
+PART = 200
 """Samples a forward pass when nothing is trained: bounds the memory of activations."""
 
 
@@ -48,12 +48,8 @@ class Table:
         if not stack.images:
             x = self.x.index_select(0, rows.flatten()).to(torch.float32).view(*rows.shape, -1)
             return self._scaled(x)
-        if len(rows) == 1:  # nothing to interleave
-            x = self.x.index_select(0, rows[0]).to(torch.float32)
-            return self._scaled(x).permute(0, 3, 1, 2)
-        # Gathered client after client; one copy interleaves the clients' channels and converts.
         x = self.x.index_select(0, rows.flatten()).view(*rows.shape, *self.x.shape[1:])
-        return self._scaled(image_batch(x.permute(0, 1, 4, 2, 3)).to(torch.float32))
+        return self._scaled(image_batch(x.permute(0, 1, 4, 2, 3)))
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.scale == 1 else x.mul_(self.scale)
@@ -65,11 +61,11 @@ class StackTrainer:
     def __init__(
         self, stack: Stack, table: Table, plan: Plan, trainable: int, *, chunk: int
     ) -> None:
+        self.chunk = chunk
         self._stack = stack
         self._table = table
         self._plan = plan
         self._trainable = trainable
-        self._chunk = chunk
 
     def fit(self, models: Tensor, peers: Sequence[int], rows: Sequence[Indices], t: int) -> None:
         """Train `models` [c, e] of `peers` in place: E local epochs of round t on their `rows`."""
@@ -101,8 +97,7 @@ class StackTrainer:
     def _chunks(self, schedules: Sequence[Sequence[Indices]]) -> Iterator[list[int]]:
         """Yield the places of the clients that work side by side, those of most steps first.
 
-        Chunks are balanced: all but equal in size, for a single client left over would take other
-        kernels, and other roundings. Clients of one schedule stay in order.
+        Clients of one schedule stay in order.
         """
         sizes = [tuple(map(len, schedule)) for schedule in schedules]
         order = sorted(range(len(sizes)), key=lambda i: (-len(sizes[i]), sizes[i]))
@@ -110,9 +105,8 @@ class StackTrainer:
         if self._stack.alike_sizes:
             cuts = [i for i in range(1, len(order)) if sizes[order[i]] != sizes[order[i - 1]]]
             groups = [part.tolist() for part in np.split(np.array(order, dtype=np.int64), cuts)]
-        for group in filter(None, groups):
-            for part in np.array_split(group, -(-len(group) // self._chunk)):
-                yield part.tolist()
+        for group in groups:
+            yield from balanced(group, self.chunk)
 
     def _train(
         self, models: Tensor, schedules: Sequence[Sequence[Indices]], seeds: list[int], t: int
@@ -147,18 +141,28 @@ class StackTrainer:
             trained.add_(speed, alpha=-lr)
 
 
-def evaluate(stack: Stack, model: Tensor, x: Tensor, y: Tensor) -> tuple[float, float]:
-    """Return (accuracy, mean loss) of one `model` [e] on inputs [m, ...] and labels [m].
+def balanced(members: Sequence[int], chunk: int) -> Iterator[list[int]]:
+    """Yield `members` in parts of at most `chunk`, as equal as can be.
+
+    A single client left over would take other kernels, and other roundings.
+    """
+    count = -(-len(members) // chunk)
+    for place in range(count):
+        yield list(members[place * len(members) // count : (place + 1) * len(members) // count])
+
+
+def evaluate(stack: Stack, models: Tensor, x: Tensor, y: Tensor) -> list[tuple[float, float]]:
+    """Return (accuracy, mean loss) of each of `models` [c, e] on inputs [m, ...] and labels [m].
 
     Inputs are as a table holds them, but float32 and scaled.
     """
-    stack.bind(model[None])
-    right, total = 0.0, 0.0
+    stack.bind(models)
+    right, total = (torch.zeros(len(models), device=models.device) for _ in range(2))
     for inputs, labels in zip(torch.split(x, PART), torch.split(y, PART), strict=True):
-        logits = stack.forward(single(inputs, stack))[0]
-        right += float((logits.argmax(dim=1) == labels).sum())
-        total += float(losses(logits, labels).sum())
-    return right / len(y), total / len(y)
+        logits = stack.forward(_alike(inputs, len(models), stack))
+        right += (logits.argmax(dim=2) == labels).sum(dim=1)
+        total += losses(logits, labels.expand(len(models), -1)).sum(dim=1)
+    return list(zip((right / len(y)).tolist(), (total / len(y)).tolist(), strict=True))
 
 
 def mean_losses(
@@ -177,9 +181,11 @@ def mean_losses(
     return [float(part.mean()) for part in torch.split(torch.cat(found), [len(s) for s in samples])]
 
 
-def single(x: Tensor, stack: Stack) -> Tensor:
-    """Return inputs [m, ...], as a table holds them, as those of one client."""
-    return x.permute(0, 3, 1, 2) if stack.images else x.reshape(1, len(x), -1)
+def _alike(x: Tensor, c: int, stack: Stack) -> Tensor:
+    """Return inputs [m, ...], as a table holds them, for each of c clients."""
+    if stack.images:
+        return image_batch(x.permute(0, 3, 1, 2).expand(c, -1, -1, -1, -1))
+    return x.flatten(1).expand(c, -1, -1)
 
 
 def _padded(rows: Sequence[Indices]) -> tuple[Indices, list[int]]:

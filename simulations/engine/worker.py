@@ -36,6 +36,7 @@ from peer.plan import Plan
 from simulations.engine import trainer
 from simulations.engine.layers import NotStackableError, Stack, compose
 from simulations.engine.shares import Arena, Array, Field, peer_data
+from simulations.engine.trainer import balanced
 
 Rows = npt.NDArray[np.int64]
 
@@ -230,10 +231,10 @@ class Worker:
     def mix(self, mixture: Mixture) -> None:
         """w_i^t of all peers, in the worker's columns: own models as they are, others' by wire."""
         n, (start, stop) = self._plan.n, self._job.columns
-        parts = (self._tensor(part) for part in mixture[:3])
+        starts, columns, weights = (self._tensor(part) for part in mixture[:3])
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support")
-            matrix = torch.sparse_csr_tensor(*parts, (n, n), check_invariants=False)
+            matrix = torch.sparse_csr_tensor(starts, columns, weights, (n, n))
         own = self._tensor(mixture.own)[:, None]
         exact = self._plan.network.precision == "float32"
         width = max(64, _MIXED // n)
@@ -250,15 +251,18 @@ class Worker:
 
     def evaluate(self) -> None:
         """Accuracy and mean loss of w_i^t of the worker's peers, on their own test sets."""
+        peers = range(*self._job.peers)
+        if not self._job.stacked:
+            for i in peers:
+                self._arena["scores"][i] = self._learner(i).evaluate(self._get("models", i))
+            return
         pool = len(self._arena["test_y"]) // self._plan.partition.clusters
-        for i in range(*self._job.peers):
-            if self._job.stacked:
-                test = slice(start := self._plan.cluster_of(i) * pool, start + pool)
-                x, y = self._test
-                scores = trainer.evaluate(self._stack, self._models[i], x[test], y[test])
-            else:
-                scores = self._learner(i).evaluate(self._get("models", i))
-            self._arena["scores"][i] = scores
+        for cluster in range(self._plan.partition.clusters):
+            x, y = (part[cluster * pool : (cluster + 1) * pool] for part in self._test)
+            members = [i for i in peers if self._plan.cluster_of(i) == cluster]
+            for chunk in balanced(members, self._stack_trainer.chunk):
+                scores = trainer.evaluate(self._stack, self._models[chunk], x, y)
+                self._arena["scores"][chunk] = scores
 
     @cached_property
     def _test(self) -> tuple[Tensor, Tensor]:
@@ -308,6 +312,10 @@ class Worker:
             (a @ a)[0, 0].item()
             best = min(best, time.perf_counter() - start)
         return 2 * size**3 / best
+
+    def cpu_seconds(self) -> float:
+        """Return how long this process has been computing, waits for a core left out."""
+        return time.process_time()
 
     def set_models(self, models: Array) -> None:
         """Start from other models [n, e] than w_0."""

@@ -48,7 +48,8 @@ class Engine:
     """Trains, compares, mixes and evaluates all peers of a plan.
 
     `models` are w_i^t and `trained` are w_i^{t-1/2}, each [n, e]; `sketches` [n, 2, buckets] are
-    those of g_i and h_i; `workers` is how many processes work; `norms` [n] are the Euclidean norms of the trained models as they arrive.
+    those of g_i and h_i; `norms` [n] are the Euclidean norms of the trained models as they arrive;
+    `samples` [n] are the peers' numbers of training samples, `workers` that of processes.
     Close it, or use it in a `with`.
     """
 
@@ -86,7 +87,7 @@ class Engine:
         self._arena = Arena(lay_out(fields))
         shares.fill(self._arena.arrays, channels_last=channels_last)
         self._arena["initial"][0] = initial
-        self.samples = self._arena["counts"].tolist()
+        self.samples: list[int] = self._arena["counts"].tolist()
         self.sketches, self.norms = self._arena["sketches"], self._arena["norms"]
 
         if workers is None:
@@ -114,7 +115,8 @@ class Engine:
     @property
     def initial(self) -> Vector:
         """w_0 [e]."""
-        return self._arena["initial"][0]
+        initial: Vector = self._arena["initial"][0]
+        return initial
 
     @property
     def models(self) -> Array:
@@ -208,6 +210,10 @@ class Engine:
     def peak(self) -> float:
         """Return the float32 operations a second of square matrix products on all workers."""
         return float(sum(self._crew.everyone("peak")))
+
+    def cpu_seconds(self) -> float:
+        """Return the seconds of a core that all workers have had, waits for one left out."""
+        return float(sum(self._crew.everyone("cpu_seconds")))
 
     def memory(self) -> float:
         """Return MiB in use by this process and the workers, what they share counted once."""
