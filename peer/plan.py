@@ -59,10 +59,19 @@ class MatchingPlan(_Table):
 class PartitionPlan(_Table):
     """How the named data set is dealt to the peers."""
 
-    kind: Literal["none", "rotation", "label-swap"] = Field(
+    kind: Literal["none", "rotation", "label-swap", "natural"] = Field(
         default="none", description="how clusters differ; none: all peers share one distribution"
     )
-    clusters: int = Field(default=1, ge=1, le=64, description="number of true clusters, K")
+    clusters: int = Field(default=1, ge=1, le=1000, description="number of true clusters, K")
+    skew: Literal["none", "dirichlet", "quantity"] = Field(
+        default="none", description="how shares differ beside their clusters"
+    )
+    concentration: float = Field(
+        default=0.5,
+        gt=0,
+        le=1e6,
+        description="of the Dirichlet draw of a skew; smaller: more uneven",
+    )
     train_per_peer: int | None = Field(
         default=None,
         ge=1,
@@ -76,10 +85,36 @@ class PartitionPlan(_Table):
 
     @model_validator(mode="after")
     def _clusters_fit(self) -> Self:
-        allowed = {"none": (1,), "rotation": (1, 2, 4), "label-swap": (1, 2, 4)}[self.kind]
-        if self.clusters not in allowed:
-            raise ValueError(f"partition {self.kind} knows clusters = {allowed}")
+        allowed = {"none": (1,), "rotation": (1, 2, 4), "label-swap": (1, 2, 4)}
+        if self.kind in allowed and self.clusters not in allowed[self.kind]:
+            raise ValueError(f"partition {self.kind} knows clusters = {allowed[self.kind]}")
         return self
+
+    @property
+    def label(self) -> str:
+        """How summaries call it: rotation-4, or none-1+dirichlet-0.1."""
+        skew = "" if self.skew == "none" else f"+{self.skew}-{self.concentration:g}"
+        return f"{self.kind}-{self.clusters}{skew}"
+
+
+class CentralPlan(_Table):
+    """Numbers of the methods that a coordinator runs."""
+
+    clusters: int | None = Field(
+        default=None,
+        ge=1,
+        le=1000,
+        description="number of models, c (ifca); that of true clusters if not given",
+    )
+    fraction: float = Field(
+        default=1.0, gt=0, le=1, description="share of the peers that take part in a round"
+    )
+    redraws: int = Field(
+        default=20,
+        ge=0,
+        le=10_000,
+        description="times that initial models are drawn anew until each is somebody's best",
+    )
 
 
 class TrainingPlan(_Table):
@@ -159,6 +194,7 @@ class Plan(_Table):
     )
     matching: MatchingPlan = MatchingPlan()
     partition: PartitionPlan = PartitionPlan()
+    central: CentralPlan = CentralPlan()
     training: TrainingPlan = TrainingPlan()
     network: NetworkPlan = NetworkPlan()
 
@@ -176,6 +212,11 @@ class Plan(_Table):
     def t1(self) -> int:
         """T1: rounds of stage 1; half of the rounds unless the plan says otherwise."""
         return self.matching.t1 or max(1, self.rounds // 2)
+
+    @property
+    def c(self) -> int:
+        """Number of models that IFCA keeps: the partition's clusters unless the plan says."""
+        return self.central.clusters or self.partition.clusters
 
     @property
     def quorum(self) -> int:

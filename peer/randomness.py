@@ -30,6 +30,9 @@ class Purpose(IntEnum):
     LATE_JOIN = 10
     TOPOLOGY = 11
     ESTIMATOR = 12
+    SKEW = 13
+    PARTICIPANTS = 14
+    CLUSTER_MODELS = 15
 
 
 def generator(

@@ -246,7 +246,7 @@ def summarise(
     return {
         "method": plan.method,
         "dataset": plan.data,
-        "partition": f"{plan.partition.kind}-{plan.partition.clusters}",
+        "partition": plan.partition.label,
         "n": plan.n,
         "seed": plan.seed,
         "rounds": plan.rounds,

@@ -197,8 +197,8 @@ def _figure(plan: Plan, title: str, size: tuple[float, float]) -> tuple[Figure, 
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=24)
-    kind = plan.partition.kind
-    split = "one distribution" if kind == "none" else f"{kind} K={plan.partition.clusters}"
+    label = plan.partition.label
+    split = "one distribution" if label == "none-1" else label
     axes.annotate(
         f"{plan.method} · {plan.data} · {split} · n={plan.n} · {plan.rounds} rounds · "
         f"seed {plan.seed}",

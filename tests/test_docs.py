@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from peer.plan import MatchingPlan, NetworkPlan, PartitionPlan, Plan, TrainingPlan
+from peer.plan import CentralPlan, MatchingPlan, NetworkPlan, PartitionPlan, Plan, TrainingPlan
 from peer.settings import PeerSettings
 
 ROOT = Path(__file__).parents[1]
@@ -28,14 +28,15 @@ def documented(page: str, start: str, end: str) -> set[str]:
     [
         ("plans.md", "## The federation", "### Methods", Plan),
         ("plans.md", "## `[matching]`", "## `[partition]`", MatchingPlan),
-        ("plans.md", "## `[partition]`", "## `[training]`", PartitionPlan),
+        ("plans.md", "## `[partition]`", "## `[central]`", PartitionPlan),
+        ("plans.md", "## `[central]`", "## `[training]`", CentralPlan),
         ("plans.md", "## `[training]`", "## `[network]`", TrainingPlan),
         ("plans.md", "## `[network]`", "", NetworkPlan),
         ("peers.md", "## Settings", "## ", PeerSettings),
     ],
 )
 def test_every_key_is_documented(page: str, start: str, end: str, model: type[BaseModel]) -> None:
-    tables = {"matching", "partition", "training", "network"} if model is Plan else set()
+    tables = {"matching", "partition", "central", "training", "network"} if model is Plan else set()
     if page == "peers.md":
         end = "## State"
     assert documented(page, start, end) == set(model.model_fields) - tables

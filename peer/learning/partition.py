@@ -39,23 +39,22 @@ def deal(dataset: Dataset, plan: Plan, index: int, *, own: bool) -> PeerData:
     """Return the data of peer `index`, transformed as its cluster's.
 
     `own`: the peer gave the data set itself, so it takes all of it. Only what is dealt is read and
-    converted. Raises UserError when the transform does not fit the data, or there are too few
-    samples for n peers.
+    converted. Raises UserError when the transform or the partition does not fit the data, or there
+    are too few samples for n peers.
     """
-    if own:
+    if own and plan.partition.kind != "natural":
         train, test = np.arange(len(dataset.train_y)), np.arange(len(dataset.test_y))
     else:
-        train = train_indices(dataset.train_y, plan, index)
-        test = pool_indices(dataset.test_y, plan)
+        train, test = share(dataset, plan, index)
     transform = TRANSFORMS[plan.partition.kind]
     cluster = Cluster(plan.cluster_of(index), plan.partition.clusters, dataset.classes)
 
-    def share(x: Array, y: Labels, chosen: Indices) -> tuple[npt.NDArray[np.float32], Labels]:
+    def take(x: Array, y: Labels, chosen: Indices) -> tuple[npt.NDArray[np.float32], Labels]:
         x, y = transform(x[chosen], y[chosen], cluster)
         return to_float(x, dataset.scale), y
 
-    train_x, train_y = share(dataset.train_x, dataset.train_y, train)
-    test_x, test_y = share(dataset.test_x, dataset.test_y, test)
+    train_x, train_y = take(dataset.train_x, dataset.train_y, train)
+    test_x, test_y = take(dataset.test_x, dataset.test_y, test)
     return PeerData(train_x, train_y, test_x, test_y, dataset.classes, dataset.shape)
 
 
@@ -64,26 +63,157 @@ def to_float(x: Array, scale: float) -> npt.NDArray[np.float32]:
     return np.multiply(x, np.float32(scale), dtype=np.float32, order="C")
 
 
+def share(dataset: Dataset, plan: Plan, index: int) -> tuple[Indices, Indices]:
+    """Return which training and which test samples of a data set peer `index` gets.
+
+    Of a natural partition, peer i gets its part of group i mod K, train and test, and nothing of
+    the others. Raises UserError when the data set has no such groups, or too few samples.
+    """
+    if plan.partition.kind != "natural":
+        everyone = Hand(plan, plan.n, index)
+        return _dealt(dataset.train_y, everyone), _tested(dataset.test_y, everyone)
+    k, found = plan.partition.clusters, len(dataset.groups)
+    if dataset.train_group is None or dataset.test_group is None:
+        raise UserError(
+            "the partition natural needs data that name their groups: these do not",
+            "csv:FILE#label=COLUMN&group=COLUMN does",
+        )
+    if found != k:
+        raise UserError(f"the data have {found} groups, but partition.clusters = {k}")
+    group, rank = plan.cluster_of(index), index // k
+    members = Hand(plan, len(range(group, plan.n, k)), rank)
+    train = np.flatnonzero(dataset.train_group == group)
+    test = np.flatnonzero(dataset.test_group == group)
+    if not len(test):
+        raise UserError(f"the group {dataset.groups[group]!r} has no sample to test on")
+    return (
+        train[_dealt(dataset.train_y[train], members)],
+        test[_tested(dataset.test_y[test], members)],
+    )
+
+
+@dataclass(frozen=True)
+class Hand:
+    """Whose samples are dealt: number `index` of `n` peers that share a set of samples."""
+
+    plan: Plan
+    n: int
+    index: int
+
+    def proportions(self, size: int) -> npt.NDArray[np.float64]:
+        """Return Dirichlet draws [n, size], the same at every peer."""
+        rng = generator(self.plan.seed, Purpose.SKEW)
+        return rng.dirichlet(np.full(size, self.plan.partition.concentration), size=self.n)
+
+
 def train_indices(y: Labels, plan: Plan, index: int) -> Indices:
-    """Return which training samples peer `index` gets; labels `y` [m].
+    """Return which training samples of labels `y` [m] peer `index` of all n gets."""
+    return _dealt(y, Hand(plan, plan.n, index))
+
+
+def _dealt(y: Labels, hand: Hand) -> Indices:
+    if len(y) < hand.n and hand.plan.partition.train_per_peer is None:
+        raise UserError(
+            f"{len(y)} training samples are too few for {hand.n} peers",
+            "set partition.train_per_peer: peers then share samples",
+        )
+    piles = _shuffled_by_class(y, generator(hand.plan.seed, Purpose.PARTITION))
+    return SKEWS[hand.plan.partition.skew](piles, hand)
+
+
+def balanced(piles: list[Indices], hand: Hand) -> Indices:
+    """Equal shares of every class.
 
     With `train_per_peer`, the federation's samples are numbered through, class after class in turn,
     and each peer takes the next train_per_peer of them: class-balanced to one sample, and no two
-    peers share one while the class lasts. [choice] A class that is used up starts again from its
-    first sample. Without, every class is dealt like cards, m // n samples a peer, and no sample
-    twice: class-balanced as far as the data are.
+    peers share one while the class lasts. Without, every class is dealt like cards, m // n samples
+    a peer, and no sample twice: class-balanced as far as the data are.
     """
-    piles = _shuffled_by_class(y, generator(plan.seed, Purpose.PARTITION))
-    count = plan.partition.train_per_peer
+    count = hand.plan.partition.train_per_peer
     if count is None:
-        if len(y) < plan.n:
-            raise UserError(
-                f"{len(y)} training samples are too few for {plan.n} peers",
-                "set partition.train_per_peer: peers then share samples",
-            )
-        return np.concatenate(piles)[index :: plan.n][: len(y) // plan.n]
-    turns, classes = np.divmod(np.arange(index * count, (index + 1) * count), len(piles))
-    return np.array([piles[c][i % len(piles[c])] for i, c in zip(turns, classes, strict=True)])
+        everything = np.concatenate(piles)
+        return everything[hand.index :: hand.n][: len(everything) // hand.n]
+    return _numbered_through(piles, hand.index * count, count)
+
+
+def dirichlet(piles: list[Indices], hand: Hand) -> Indices:
+    """Label skew: a share of the usual size, its classes in proportions q_i ~ Dir(concentration).
+
+    T.-M. H. Hsu, H. Qi, M. Brown, "Measuring the effects of non-identical data distribution for
+    federated visual classification", 2019. Peers take the samples of a class one after the other,
+    so that no two share one while the class lasts.
+    """
+    size = hand.plan.partition.train_per_peer or sum(map(len, piles)) // hand.n
+    counts = np.array([apportion(q, size) for q in hand.proportions(len(piles))])
+    starts = counts[: hand.index].sum(axis=0)
+    return _from_piles(piles, starts, counts[hand.index])
+
+
+def quantity(piles: list[Indices], hand: Hand) -> Indices:
+    """Quantity skew: class-balanced shares of sizes ~ Dir(concentration).
+
+    [choice] Each has one sample of each class at least; together they are as large as equal ones.
+    """
+    size = hand.plan.partition.train_per_peer or sum(map(len, piles)) // hand.n
+    least = min(len(piles), size)
+    proportions = generator(hand.plan.seed, Purpose.SKEW).dirichlet(
+        np.full(hand.n, hand.plan.partition.concentration)
+    )
+    sizes = least + apportion(proportions, (size - least) * hand.n)
+    return _numbered_through(piles, int(sizes[: hand.index].sum()), int(sizes[hand.index]))
+
+
+Skew = Callable[[list[Indices], Hand], Indices]
+"""Shuffled indices of each class -> those of one peer."""
+
+SKEWS: dict[str, Skew] = {"none": balanced, "dirichlet": dirichlet, "quantity": quantity}
+"""How shares differ, by the skew's name in a plan."""
+
+
+def apportion(proportions: npt.NDArray[np.float64], total: int) -> Indices:
+    """Return whole numbers in these proportions (which sum to 1) that sum to `total`.
+
+    By largest remainders; ties go to the first.
+    """
+    exact = proportions * total
+    counts = np.floor(exact).astype(np.int64)
+    missing = total - int(counts.sum())
+    counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
+    return counts
+
+
+def _numbered_through(piles: list[Indices], start: int, count: int) -> Indices:
+    """Return samples start to start + count - 1, numbered through class after class in turn."""
+    turns, classes = np.divmod(np.arange(start, start + count), len(piles))
+    return np.array([_nth(piles[c], i) for i, c in zip(turns, classes, strict=True)])
+
+
+def _from_piles(piles: list[Indices], starts: Indices, counts: Indices) -> Indices:
+    """Return counts[c] samples of each pile c from its place starts[c] on."""
+    parts = (
+        _nth(pile, np.arange(start, start + count))
+        for pile, start, count in zip(piles, starts, counts, strict=True)
+    )
+    return np.concatenate(list(parts))
+
+
+def _nth(pile: Indices, place: Any) -> Any:
+    """[choice] A class that is used up starts again from its first sample."""
+    return pile[place % len(pile)]
+
+
+def _tested(y: Labels, hand: Hand) -> Indices:
+    """Return which test samples of labels `y` [m] a peer gets.
+
+    [choice] With label skew, test_per_peer of its own proportions, so that a peer is judged by what
+    it has to do with; else the pool, the same for all.
+    """
+    if hand.plan.partition.skew != "dirichlet":
+        return pool_indices(y, hand.plan)
+    piles = _shuffled_by_class(y, generator(hand.plan.seed, Purpose.TEST_SPLIT))
+    q = hand.proportions(len(piles))[hand.index]
+    counts = apportion(q, min(hand.plan.partition.test_per_peer, len(y)))
+    return _from_piles(piles, np.zeros_like(counts), counts)
 
 
 def pool_indices(y: Labels, plan: Plan) -> Indices:
@@ -118,7 +248,7 @@ Transform = Callable[[Array, Labels, Cluster], tuple[Array, Labels]]
 
 
 def keep(x: Array, y: Labels, _cluster: Cluster) -> tuple[Array, Labels]:
-    """All peers share one distribution."""
+    """Leave the samples as they are: clusters differ, if at all, by whose samples they hold."""
     return x, y
 
 
@@ -158,5 +288,10 @@ def swap_labels(x: Array, y: Labels, cluster: Cluster) -> tuple[Array, Labels]:
     return x, renamed[y]
 
 
-TRANSFORMS: dict[str, Transform] = {"none": keep, "rotation": rotate, "label-swap": swap_labels}
+TRANSFORMS: dict[str, Transform] = {
+    "none": keep,
+    "natural": keep,
+    "rotation": rotate,
+    "label-swap": swap_labels,
+}
 """How clusters differ, by the partition's name in a plan."""

@@ -3,7 +3,7 @@
 A spec is a source's name, an argument after a colon where it takes one, and options after `#`:
 
     digits | fashion-mnist[:FOLDER] | mnist[:FOLDER] | cifar10[:FOLDER] | npz:FILE
-    csv:FILE#label=COLUMN | images:FOLDER[#size=N] | module:function
+    csv:FILE#label=COLUMN[&group=COLUMN] | images:FOLDER[#size=N] | module:function
     ...#shard=i/n&test=FRACTION
 
 `shard` keeps the i-th (from 0) of n shares of the training data; `test` is the share held out for
@@ -21,7 +21,7 @@ import io
 import math
 import os
 import zipfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -49,7 +49,9 @@ class Dataset:
     """Inputs x [m, *shape] as stored (bytes, or float32), labels y int64 [m] in 0 to classes - 1.
 
     `shape` is that of one input, channels first for images; a model takes x * `scale`. `labels` are
-    the names of the classes, where they have names. Byte inputs may be mapped from the disk.
+    the names of the classes, where they have names. Where the data fall into groups by themselves
+    (sites, writers, topics), `groups` names them, sorted, and `train_group` and `test_group` are,
+    [m] each, the number of a sample's. Byte inputs may be mapped from the disk.
     """
 
     train_x: Array
@@ -60,15 +62,22 @@ class Dataset:
     shape: tuple[int, ...]
     labels: tuple[str, ...] | None = None
     scale: float = 1.0
+    groups: tuple[str, ...] = ()
+    train_group: Labels | None = None
+    test_group: Labels | None = None
 
 
 class Samples(NamedTuple):
-    """What a source has read: (inputs, labels) to train and, if it has them, to test."""
+    """What a source has read: (inputs, labels) to train and, if it has them, to test.
+
+    `group` names the group of each training sample, of sources that have no test set.
+    """
 
     train: tuple[Array, Array]
     test: tuple[Array, Array] | None = None
     labels: tuple[str, ...] | None = None
     scale: float = 1.0
+    group: Sequence[str] | None = None
 
 
 def load_dataset(spec: str, *, seed: int, classes: int | None = None) -> Dataset:
@@ -84,20 +93,30 @@ def load_dataset(spec: str, *, seed: int, classes: int | None = None) -> Dataset
     if options:
         raise UserError(f"{name} takes no option {next(iter(options))!r} (in {spec!r})")
     train = _checked(*samples.train, f"{name}, training data")
+    groups: tuple[str, ...] = ()
+    train_group = test_group = None
     if samples.test is None:
-        train, test = _split(train, fraction or DEFAULT_TEST, seed, name)
+        names, group = np.unique(samples.group or [""] * len(train[1]), return_inverse=True)
+        kept, held = _split(train[1], group, fraction or DEFAULT_TEST, seed, name)
+        train, test = _take(train, kept), _take(train, held)
+        if samples.group is not None:
+            groups, train_group, test_group = tuple(names.tolist()), group[kept], group[held]
     elif fraction is not None:
         raise UserError(f"{name} has a test set of its own", "leave out test=")
     else:
         test = _checked(*samples.test, f"{name}, test data")
     if shard is not None:
-        train = _take_shard(train, shard, seed, name)
+        chosen = _shard_indices(len(train[1]), shard, seed, name)
+        train = _take(train, chosen)
+        train_group = None if train_group is None else train_group[chosen]
     shape = train[0].shape[1:]
     if test[0].shape[1:] != shape:
         raise UserError(f"{name}: training inputs are {shape}, test inputs {test[0].shape[1:]}")
     largest = max(int(train[1].max()), int(test[1].max()))
     count = _class_count(largest, samples.labels, classes, name)
-    return Dataset(*train, *test, count, shape, samples.labels, samples.scale)
+    return Dataset(
+        *train, *test, count, shape, samples.labels, samples.scale, groups, train_group, test_group
+    )
 
 
 # Specs
@@ -198,15 +217,20 @@ def _class_count(
     return count
 
 
-def _split(
-    samples: tuple[Array, Labels], fraction: float, seed: int, name: str
-) -> tuple[tuple[Array, Labels], tuple[Array, Labels]]:
+def _take(samples: tuple[Array, Labels], chosen: Labels) -> tuple[Array, Labels]:
     x, y = samples
+    return x[chosen], y[chosen]
+
+
+def _split(
+    y: Labels, group: Labels, fraction: float, seed: int, name: str
+) -> tuple[Labels, Labels]:
+    """Return indices (train, test): every group's and class's share, to one sample."""
     if len(y) < 2:
         raise UserError(f"{name} has one sample only: none is left to test on")
     count = min(max(1, round(fraction * len(y))), len(y) - 1)
-    train, test = _stratified(y, count, generator(seed, Purpose.TEST_SPLIT))
-    return (x[train], y[train]), (x[test], y[test])
+    kinds = group * (int(y.max()) + 1) + y
+    return _stratified(kinds, count, generator(seed, Purpose.TEST_SPLIT))
 
 
 def _stratified(
@@ -222,16 +246,13 @@ def _stratified(
     return np.sort(np.delete(order, places)), np.sort(order[places])
 
 
-def _take_shard(
-    train: tuple[Array, Labels], shard: tuple[int, int], seed: int, name: str
-) -> tuple[Array, Labels]:
-    """Return contiguous share i of n of the shuffled training data; shares do not overlap."""
-    (x, y), (i, n) = train, shard
-    if n > len(y):
-        raise UserError(f"{name} has {len(y)} training samples: too few for {n} shards")
-    order = generator(seed, Purpose.PARTITION).permutation(len(y))
-    chosen = np.sort(order[i * len(y) // n : (i + 1) * len(y) // n])
-    return x[chosen], y[chosen]
+def _shard_indices(m: int, shard: tuple[int, int], seed: int, name: str) -> Labels:
+    """Return contiguous share i of n of m shuffled training samples; shares do not overlap."""
+    i, n = shard
+    if n > m:
+        raise UserError(f"{name} has {m} training samples: too few for {n} shards")
+    order = generator(seed, Purpose.PARTITION).permutation(m)
+    return np.sort(order[i * m // n : (i + 1) * m // n])
 
 
 def _numbered(names: Collection[str]) -> tuple[dict[str, int], tuple[str, ...] | None]:
@@ -409,46 +430,59 @@ def _channels_first(x: Array) -> Array:
 
 
 def _read_csv(request: Request) -> Samples:
-    """Read a table with a header; every column but the label's is a numeric feature."""
+    """Read a table with a header; every column but the label's and the group's is a number."""
     path = request.argument
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             rows = csv.reader(file)
             header = next(rows, [])
-            column = _label_column(request.options.pop("label", None), header, path)
-            x, names = _read_rows(rows, header, column, path)
+            group = request.options.pop("group", None)
+            columns = _special_columns(request.options.pop("label", None), group, header, path)
+            x, *texts = _read_rows(rows, header, columns, path)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"cannot read {path!r} as CSV: {error}") from None
+    names = texts[0]
     numbers, labels = _numbered(set(names))
-    return Samples((x, np.array([numbers[name] for name in names], dtype=np.int64)), labels=labels)
+    y = np.array([numbers[name] for name in names], dtype=np.int64)
+    return Samples((x, y), labels=labels, group=texts[1] if group else None)
 
 
-def _label_column(label: str | None, header: list[str], path: str) -> int:
+def _special_columns(
+    label: str | None, group: str | None, header: list[str], path: str
+) -> list[int]:
+    """Return the places of the label's column and, if one is named, the group's."""
     columns = f"its columns are {', '.join(header)}" if header else "the file is empty"
     if label is None:
         raise UserError(f"{path}: which column is the label?", f"add #label=COLUMN; {columns}")
-    if label not in header:
-        raise UserError(f"{path} has no column {label!r}", columns)
-    if len(header) < 2:
-        raise UserError(f"{path} has no column beside the label")
-    return header.index(label)
+    special = [label] if group is None else [label, group]
+    for name in special:
+        if name not in header:
+            raise UserError(f"{path} has no column {name!r}", columns)
+    if len(header) <= len(set(special)):
+        raise UserError(f"{path} has no column beside the {'label' if group is None else 'two'}")
+    return [header.index(name) for name in special]
 
 
-def _read_rows(
-    rows: Any, header: list[str], column: int, path: str
-) -> tuple[npt.NDArray[np.float32], list[str]]:
-    """Return features [m, columns - 1] and label texts [m] of a csv.reader's rows."""
-    features = header[:column] + header[column + 1 :]
-    values, names = array.array("f"), []
+def _read_rows(rows: Any, header: list[str], special: list[int], path: str) -> tuple[Any, ...]:
+    """Return features [m, columns] of a csv.reader's rows, and the texts [m] of special columns."""
+    features = [name for place, name in enumerate(header) if place not in special]
+    values: array.array[float] = array.array("f")
+    texts: list[list[str]] = [[] for _ in special]
+    count = 0
     for row in rows:
         if not row:
             continue
         where = f"{path}, line {rows.line_num}"
         if len(row) != len(header):
             raise UserError(f"{where}: {len(row)} cells, but the header has {len(header)}")
-        names.append(row.pop(column).strip())
-        values.extend(_number(cell, name, where) for cell, name in zip(row, features, strict=True))
-    return np.frombuffer(values, dtype=np.float32).reshape(len(names), len(features)), names
+        for place, column in zip(special, texts, strict=True):
+            column.append(row[place].strip())
+        cells = [cell for place, cell in enumerate(row) if place not in special]
+        values.extend(
+            _number(cell, name, where) for cell, name in zip(cells, features, strict=True)
+        )
+        count += 1
+    return np.frombuffer(values, dtype=np.float32).reshape(count, len(features)), *texts
 
 
 def _number(cell: str, column: str, where: str) -> float:

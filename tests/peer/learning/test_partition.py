@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,14 @@ from peer.errors import UserError
 from peer.learning.partition import (
     Cluster,
     PeerData,
+    apportion,
     deal,
     pool_indices,
     rotate,
     swap_labels,
     train_indices,
 )
-from peer.learning.sources import Dataset
+from peer.learning.sources import Dataset, load_dataset
 from peer.plan import PartitionPlan, Plan
 
 
@@ -167,3 +169,99 @@ def test_transforms_that_do_not_fit() -> None:
     with pytest.raises(UserError, match="8 classes or more, not 4"):
         deal(flat, plan(kind="label-swap", clusters=2), 0, own=True)
     assert deal(flat, plan(kind="label-swap", clusters=1), 0, own=True).classes == 4
+
+
+def test_whole_numbers_by_largest_remainders() -> None:
+    assert apportion(np.array([0.5, 0.3, 0.2]), 10).tolist() == [5, 3, 2]
+    assert apportion(np.array([0.25, 0.25, 0.5]), 3).tolist() == [1, 1, 1]
+    assert apportion(np.array([0.49, 0.26, 0.25]), 2).tolist() == [1, 1, 0]
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 12), st.floats(0.01, 100), st.integers(1, 30), st.integers(0, 99))
+def test_skewed_labels_keep_the_size_and_share_nothing_while_a_class_lasts(
+    n: int, concentration: float, count: int, seed: int
+) -> None:
+    y = np.arange(n * 30 * 5) % 5
+    skewed = Plan(
+        n=n,
+        seed=seed,
+        partition=PartitionPlan(
+            skew="dirichlet", concentration=concentration, train_per_peer=count
+        ),
+    )
+    shares = [train_indices(y, skewed, i) for i in range(n)]
+    assert {len(share) for share in shares} == {count}
+    everything = np.concatenate(shares)
+    for c in range(5):
+        uses = np.bincount(everything[y[everything] == c], minlength=len(y))[y == c]
+        assert uses.max() - uses.min() <= 1
+
+
+def test_a_small_concentration_is_uneven_and_a_large_one_even() -> None:
+    def largest_class(concentration: float) -> float:
+        skewed = plan(20, skew="dirichlet", concentration=concentration, train_per_peer=100)
+        y = np.arange(20_000) % 10
+        shares = [np.bincount(y[train_indices(y, skewed, i)]) for i in range(20)]
+        return float(np.mean([share.max() for share in shares]))
+
+    # E max of Dir(0.1) with 10 classes is about 0.7; of Dir(1000) about 0.1.
+    assert 55 < largest_class(0.1) < 85
+    assert 10 <= largest_class(1000) < 13
+
+
+def test_skewed_labels_are_tested_as_they_are_trained() -> None:
+    skewed = plan(6, skew="dirichlet", concentration=0.3, train_per_peer=40, test_per_peer=40)
+    for index in range(6):
+        data = deal(numbered(400, 400), skewed, index, own=False)
+        trained, tested = (np.bincount(y, minlength=10) for y in (data.train_y, data.test_y))
+        assert np.array_equal(trained, tested)
+
+
+def test_skewed_quantities_share_out_as_much_as_equal_ones() -> None:
+    skewed = plan(8, skew="quantity", concentration=0.5, train_per_peer=50)
+    y = np.arange(400) % 10
+    shares = [train_indices(y, skewed, i) for i in range(8)]
+    assert sorted(np.concatenate(shares)) == list(range(400))
+    sizes = [len(share) for share in shares]
+    assert min(sizes) >= 10
+    assert max(sizes) > 2 * min(sizes)
+    for share in shares:
+        per_class = np.bincount(y[share], minlength=10)
+        assert per_class.max() - per_class.min() <= 1
+    rotated = plan(8, kind="rotation", clusters=4, skew="quantity", train_per_peer=50)
+    assert len(deal(numbered(400), rotated, 3, own=False).train_y) == sizes[3]
+
+
+def table(path: Path) -> str:
+    """Write 60 rows of three sites, whose feature says which site and row it is."""
+    rows = [f"{100 * site + row},{row % 2},s{site}" for site in (2, 0, 1) for row in range(20)]
+    path.write_text("\n".join(["x,y,site", *rows]))
+    return f"csv:{path}#label=y&group=site&test=0.2"
+
+
+def test_a_natural_partition_keeps_to_its_groups(tmp_path: Path) -> None:
+    dataset = load_dataset(table(tmp_path / "sites.csv"), seed=0)
+    assert (dataset.groups, dataset.shape) == (("s0", "s1", "s2"), (1,))
+    natural = plan(7, kind="natural", clusters=3)
+    dealt = [deal(dataset, natural, i, own=own) for i in range(7) for own in (False, True)]
+    for dealt_out, own in zip(dealt[::2], dealt[1::2], strict=True):
+        assert np.array_equal(dealt_out.train_x, own.train_x)
+    shares = [data.train_x.ravel() for data in dealt[::2]]
+    for index, share in enumerate(shares):
+        assert (share // 100 == index % 3).all()
+        assert (dealt[2 * index].test_x // 100 == index % 3).all()
+        assert len(dealt[2 * index].test_y) == 4
+    # Group 0 has three members (peers 0, 3 and 6) for its 16 training samples, the others two.
+    assert [len(share) for share in shares] == [5, 8, 8, 5, 8, 8, 5]
+    assert len(set(np.concatenate(shares))) == 47
+
+
+def test_natural_partitions_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="data that name their groups"):
+        deal(numbered(), plan(kind="natural", clusters=2), 0, own=False)
+    dataset = load_dataset(table(tmp_path / "sites.csv"), seed=0)
+    with pytest.raises(UserError, match=r"have 3 groups, but partition\.clusters = 2"):
+        deal(dataset, plan(kind="natural", clusters=2), 0, own=False)
+    everything = deal(dataset, plan(kind="none"), 0, own=True)
+    assert len(everything.train_y) == 48
