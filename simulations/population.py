@@ -29,11 +29,28 @@ SKETCH_PRECISION: Precision = "float32"
 """Sketches are small: they travel as they are, whatever the plan says of models."""
 
 
-def make_learners(plan: Plan) -> list[Learner]:
-    """Return every peer's learner. Raises UserError when the model or the data cannot be had."""
+def make_learners(plan: Plan, *, data: str | None = None) -> list[Learner]:
+    """Return every peer's learner; `data` is a spec of what is dealt instead of the plan's.
+
+    Raises UserError when the model or the data cannot be had.
+    """
     from peer.learning.build import make_learner
 
-    return [make_learner(plan, index) for index in range(plan.n)]
+    return [make_learner(plan, index, data=data, dealt=True) for index in range(plan.n)]
+
+
+def arrive(vector: Vector, plan: Plan, precision: Precision | None = None) -> Vector | None:
+    """Return a vector as it arrives, with the plan's precision unless told otherwise.
+
+    None when the receiver would refuse it: not finite, or of a norm over the limit.
+    """
+    precision = precision or plan.network.precision
+    try:
+        return decode_vector(
+            [encode_vector(vector, precision)], vector.size, precision, plan.network.norm_limit
+        )
+    except ProtocolError:
+        return None
 
 
 class Population:
@@ -174,7 +191,7 @@ class _Snapshots:
     def model(self, j: int) -> Vector | None:
         """Return w_j^{t-1/2} [e] as it arrives."""
         if j not in self._models:
-            self._models[j] = self._arrive(self._trained[j], self._plan.network.precision)
+            self._models[j] = arrive(self._trained[j], self._plan)
         return self._models[j]
 
     def own_evidence(self, i: int) -> GradientEvidence:
@@ -189,18 +206,11 @@ class _Snapshots:
 
     def evidence(self, j: int) -> GradientEvidence | None:
         """Return the evidence of peer j as it arrives: both sketches, or g_j, and h_j from w_j."""
-        own, precision = self.own_evidence(j), self._plan.network.precision
+        own = self.own_evidence(j)
         if self._sketch is not None:
-            g, h = (self._arrive(part, SKETCH_PRECISION) for part in own)
+            g, h = (arrive(part, self._plan, SKETCH_PRECISION) for part in own)
         else:
             w = self.model(j)
-            g = self._arrive(own.g, precision)
+            g = arrive(own.g, self._plan)
             h = None if w is None else (w - self._initial)[: self._trainable]
         return None if g is None or h is None else GradientEvidence(g, h)
-
-    def _arrive(self, vector: Vector, precision: Precision) -> Vector | None:
-        limit = self._plan.network.norm_limit
-        try:
-            return decode_vector([encode_vector(vector, precision)], vector.size, precision, limit)
-        except ProtocolError:
-            return None

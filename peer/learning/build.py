@@ -15,16 +15,18 @@ from peer.learning.partition import PeerData, deal
 from peer.learning.sources import load_dataset
 from peer.plan import Plan
 
-_plan_dataset = lru_cache(maxsize=1)(load_dataset)
-"""A built-in data set never changes: peers of one process share it."""
+_shared_dataset = lru_cache(maxsize=1)(load_dataset)
+"""A data set that is dealt is loaded once for all peers of a process."""
 
 
-def make_learner(plan: Plan, index: int, *, data: str | None = None) -> Learner:
+def make_learner(
+    plan: Plan, index: int, *, data: str | None = None, dealt: bool = False
+) -> Learner:
     """Return the learner of peer `index` of a plan whose model is built in, on the CPU.
 
-    `data` as in `prepare`. Raises UserError.
+    `data` and `dealt` as in `prepare`. Raises UserError.
     """
-    learner, _ = prepare(plan, index, data=data)
+    learner, _ = prepare(plan, index, data=data, dealt=dealt)
     return learner
 
 
@@ -33,13 +35,15 @@ def prepare(
     index: int,
     *,
     data: str | None = None,
+    dealt: bool = False,
     model: str | None = None,
     device: str = "cpu",
     threads: int = 1,
 ) -> tuple[Learner, ModelCard]:
     """Return the learner of peer `index`, and what is needed to build its model again.
 
-    `data` is a spec of the peer's own data instead of its share of the plan's; `model` the import
+    `data` is a spec of the peer's own data instead of its share of the plan's, or, if `dealt`, of
+    data that all peers have and that are dealt to them as the plan's would be; `model` the import
     path of a module factory, for plans whose model is `custom`; `device` is cpu or cuda; `threads`
     is how many torch uses in this process. Raises UserError when something is missing or does not
     fit.
@@ -53,9 +57,10 @@ def prepare(
         raise UserError(f"the plan's model is {plan.model}, not custom", "leave out --model")
     if data is None and plan.data == "own":
         raise UserError("the plan wants each peer's own data", "name them: --data SPEC")
-    load = _plan_dataset if data is None else load_dataset
+    own = data is not None and not dealt
+    load = load_dataset if own else _shared_dataset
     dataset = load(data or plan.data, seed=plan.seed, classes=plan.classes)
-    dealt = deal(dataset, plan, index, own=data is not None)
+    share = deal(dataset, plan, index, own=own)
     card = ModelCard(
         model=plan.model,
         factory=model,
@@ -65,7 +70,7 @@ def prepare(
         scale=dataset.scale,
         seed=plan.seed,
     )
-    return _learner(card, dealt, plan, index, device=device, threads=threads), card
+    return _learner(card, share, plan, index, device=device, threads=threads), card
 
 
 def rebuild(card: ModelCard) -> Learner:

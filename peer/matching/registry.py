@@ -13,6 +13,9 @@ from typing import TypeVar
 from peer.errors import UserError
 from peer.matching.base import Matcher, MatcherSettings
 
+CENTRAL = ("fedavg", "ifca")
+"""Methods that a coordinator runs, not peers among themselves: they have no matcher."""
+
 _BUILT_IN = ("local", "uniform", "pens", "panm")
 _methods: dict[str, Callable[[MatcherSettings], Matcher]] = {}
 _Class = TypeVar("_Class", bound=Callable[[MatcherSettings], Matcher])
@@ -42,6 +45,11 @@ def create_matcher(name: str, settings: MatcherSettings) -> Matcher:
 
     Raises UserError when there is no such method or its numbers are out of range.
     """
+    if name in CENTRAL:
+        raise UserError(
+            f"the method {name} is central: peers cannot run it among themselves",
+            "it runs in the laboratory only: simulate run PLAN, simulate compare PLAN",
+        )
     names = method_names()
     if name not in names:
         raise UserError(f"there is no method {name}", f"choose one of {', '.join(names)}")

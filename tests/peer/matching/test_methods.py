@@ -61,6 +61,13 @@ def test_an_unknown_method_is_told_which_there_are() -> None:
     assert all(name in error.value.hint for name in NAMES)
 
 
+@pytest.mark.parametrize("name", ["fedavg", "ifca"])
+def test_a_central_method_is_refused_by_peers(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} is central") as error:
+        create_matcher(name, settings())
+    assert "simulate" in error.value.hint
+
+
 def test_a_name_is_given_once() -> None:
     method_names()
     with pytest.raises(ValueError, match="already"):

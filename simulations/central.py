@@ -1,0 +1,244 @@
+"""The population of a central method: the same rows as peers among themselves, by a coordinator.
+
+The rules are those of `bootstrap.coordination`; here is only the loop around them, with nothing
+lost on the way. It works on any `Crew`: learners one after another, or the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from bootstrap.coordination import fedavg, ifca
+from peer.errors import UserError
+from peer.learning.learner import Learner, Manifest, Scores, Vector
+from peer.merit import precision, recall
+from peer.network.vectors import WIDTH
+from peer.plan import Plan
+from simulations.population import Row, arrive
+
+if TYPE_CHECKING:
+    from simulations.engine.workers import Engine
+
+log = logging.getLogger(__name__)
+
+Models = npt.NDArray[np.float32]
+
+
+class Crew(Protocol):
+    """Whoever trains and judges models at all n peers."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The layout of the model."""
+        ...
+
+    @property
+    def initial(self) -> Vector:
+        """w_0 [e]."""
+        ...
+
+    @property
+    def samples(self) -> Sequence[int]:
+        """Number of training samples of every peer [n]."""
+        ...
+
+    def fit(self, models: Models, peers: Sequence[int], t: int) -> Models:
+        """Return [n, e]: row i is `models`[i] after the local training of peer i.
+
+        Rows of others than `peers` mean nothing.
+        """
+        ...
+
+    def losses(self, models: Sequence[Vector], peers: Sequence[int], t: int) -> list[list[float]]:
+        """Return, for each of `peers`, the loss of each model on its own training data."""
+        ...
+
+    def evaluate(self, models: Models) -> list[Scores]:
+        """Return every peer's scores of `models`[i] on its own test set."""
+        ...
+
+
+class LearnerCrew:
+    """Learners, one after another."""
+
+    def __init__(self, learners: Sequence[Learner]) -> None:
+        self._learners = learners
+        self.manifest = learners[0].manifest
+        self.initial = learners[0].initial()
+        self.samples = [learner.samples for learner in learners]
+
+    def fit(self, models: Models, peers: Sequence[int], t: int) -> Models:
+        """Return what the learners of `peers` make of their models; others stay as they are."""
+        trained = models.copy()
+        for i in peers:
+            trained[i] = self._learners[i].fit(models[i], t)
+        return trained
+
+    def losses(self, models: Sequence[Vector], peers: Sequence[int], t: int) -> list[list[float]]:
+        """Return the losses [peers][models]."""
+        return [self._learners[i].train_losses(list(models), t) for i in peers]
+
+    def evaluate(self, models: Models) -> list[Scores]:
+        """Return every learner's scores of its model."""
+        return [
+            learner.evaluate(model) for learner, model in zip(self._learners, models, strict=True)
+        ]
+
+
+class EngineCrew:
+    """The engine, all peers at once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.manifest = engine.manifest
+        self.initial = engine.initial.copy()
+        self.samples = engine.samples
+
+    def fit(self, models: Models, peers: Sequence[int], t: int) -> Models:  # noqa: ARG002
+        """Train all peers: a round costs the same however few take part."""
+        self._engine.reset(models)
+        self._engine.train(t)
+        trained: Models = self._engine.trained
+        return trained
+
+    def losses(self, models: Sequence[Vector], peers: Sequence[int], t: int) -> list[list[float]]:
+        """Return the losses [peers][models], by stacked products where the engine has them."""
+        c = len(models)
+        if not (self._engine.stacked and self._engine.workers):
+            return [self._engine.losses_of(i, list(models), t) for i in peers]
+        # The engine judges what peers have trained: the first c rows of that are free here, for
+        # every round's training comes after its losses.
+        self._engine.trained[:c] = models
+        found = self._engine.losses(t, [(i, j) for i in peers for j in range(c)])
+        return [found[start : start + c] for start in range(0, len(found), c)]
+
+    def evaluate(self, models: Models) -> list[Scores]:
+        """Return every peer's scores of its model."""
+        self._engine.reset(models)
+        return self._engine.evaluate()
+
+
+class CentralPopulation:
+    """The peers of `plan` and their coordinator, by `method`: fedavg or ifca.
+
+    `cluster_models` are the coordinator's, one for fedavg and c for ifca; `identities` say whose
+    each peer's is, as far as the coordinator knows: that of its last part in a round. A peer's
+    accuracy is that of its cluster's model. `t` is the last finished round.
+    """
+
+    def __init__(self, plan: Plan, method: str, crew: Crew) -> None:
+        """Draw the initial models. Raises UserError when there are more models than peers."""
+        self.plan = plan
+        self.method = method
+        self.crew = crew
+        self.c = plan.c if method == "ifca" else 1
+        if self.c > plan.n:
+            raise UserError(
+                f"{self.c} models are too many for {plan.n} peers", "set central.clusters"
+            )
+        self.cluster_models: list[Vector] = [crew.initial]
+        self.identities = [0] * plan.n
+        self.t = 0
+        self._true_clusters = [plan.cluster_of(i) for i in range(plan.n)]
+        self._draws = 0
+        if self.c > 1:
+            self._draw_models()
+
+    @property
+    def models(self) -> Models:
+        """The model of every peer's cluster [n, e]."""
+        return self._dealt(self.cluster_models)
+
+    def run(self, *, evaluate_every: int = 1) -> Iterator[list[Row]]:
+        """Yield the rows of every round that is left, as each is finished.
+
+        Accuracy and loss are None except in every `evaluate_every`-th round and the last.
+        """
+        while self.t < self.plan.rounds:
+            due = (self.t + 1) % evaluate_every == 0 or self.t + 1 == self.plan.rounds
+            yield self.step(evaluate=due)
+
+    def step(self, *, evaluate: bool = True) -> list[Row]:
+        """Run the next round and return every peer's row, by index."""
+        self.t += 1
+        plan, t = self.plan, self.t
+        taking_part = fedavg.participants(range(plan.n), plan.central.fraction, plan.seed, t)
+        offered = self._arriving(self.cluster_models)
+        if self.c > 1 and t > 1:  # in round 1 by the initial models, which all have seen
+            losses = self.crew.losses(offered, taking_part, t)
+            for i, own in zip(taking_part, losses, strict=True):
+                self.identities[i] = ifca.best_model(own)
+        trained = self.crew.fit(self._dealt(offered), taking_part, t)
+        received = {i: w for i in taking_part if (w := arrive(trained[i], plan)) is not None}
+        weights = None
+        if plan.matching.weighting == "samples":
+            weights = dict(enumerate(self.crew.samples))
+        identities = dict(enumerate(self.identities))
+        self.cluster_models = ifca.aggregate(self.cluster_models, received, identities, weights)
+        scores = self.crew.evaluate(self.models) if evaluate else [None] * plan.n
+        return [self._row(i, taking_part, scores[i]) for i in range(plan.n)]
+
+    def _draw_models(self) -> None:
+        """Draw c models until each is some peer's best.
+
+        [choice] All c are drawn anew, not the idle ones alone; of draws that all leave some idle,
+        the first with the fewest counts; everybody is asked, however few take part in a round.
+        """
+        plan, everyone = self.plan, list(range(self.plan.n))
+        fewest = self.c
+        while fewest and self._draws <= plan.central.redraws:
+            models = ifca.initial_models(
+                self.crew.initial, self.crew.manifest, self.c, plan.seed, self._draws
+            )
+            losses = self.crew.losses(self._arriving(models), everyone, 1)
+            identities = [ifca.best_model(own) for own in losses]
+            self._draws += 1
+            if (idle := len(ifca.idle(identities, self.c))) < fewest:
+                fewest, self.cluster_models, self.identities = idle, models, identities
+        if fewest:
+            log.warning(
+                "ifca: in %d draws of %d initial models, %d at least were nobody's best: "
+                "c may be too large", self._draws, self.c, fewest,
+            )  # fmt: skip
+
+    def _arriving(self, models: Sequence[Vector]) -> list[Vector]:
+        """Return models as they arrive at peers; means of what arrived are never refused."""
+        arrived = (arrive(model, self.plan) for model in models)
+        return [own if sent is None else sent for own, sent in zip(models, arrived, strict=True)]
+
+    def _dealt(self, models: Sequence[Vector]) -> Models:
+        """Return [n, e], each peer's model by its identity."""
+        dealt: Models = np.stack(models)[self.identities]
+        return dealt
+
+    def _row(self, i: int, taking_part: Sequence[int], scores: Scores | None) -> Row:
+        """Return the row of peer i; its bag is whoever the coordinator has in the same cluster."""
+        same = [j for j in range(self.plan.n) if self.identities[j] == self.identities[i]]
+        bag = frozenset(same) - {i}
+        part = i in taking_part
+        model = self.crew.manifest.size * WIDTH[self.plan.network.precision]
+        down = self.c * part
+        if self.t == 1 and self.c > 1:
+            down = self.c * self._draws  # the last draw is what the round begins with
+        notes: dict[str, Any] = {"model": self.identities[i], "took_part": part}
+        if self.c > 1:
+            notes["idle"] = ifca.idle([self.identities[j] for j in taking_part], self.c)
+        return {
+            "t": self.t,
+            "index": i,
+            "cluster": self._true_clusters[i],
+            "accuracy": scores.accuracy if scores else None,
+            "loss": scores.loss if scores else None,
+            "bag": sorted(bag),
+            "neighbours": sorted(bag.intersection(taking_part)) if part else [],
+            "precision": precision(bag, i, self._true_clusters),
+            "recall": recall(bag, i, self._true_clusters),
+            "payload_received": down * model,
+            "payload_sent": part * model,
+            "notes": notes,
+        }
