@@ -1,8 +1,8 @@
 """Purity of neighbours in theory: how probable it is that all k neighbours are of the own cluster.
 
 PANM, Section IV-E, Theorem 1 and Table III, under its Assumption 2: similarity is effective, so a
-peer of the own cluster is always more similar than a stranger. The symbols are the papers': n peers,
-a peers in a cluster (oneself included in both), l candidates a round, k neighbours.
+peer of the own cluster is always more similar than a stranger. As in the papers there are n peers,
+a of them in a cluster (oneself included in both), l candidates a round and k neighbours.
 """
 
 from __future__ import annotations
