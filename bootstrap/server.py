@@ -174,11 +174,7 @@ class BootstrapNode:
                 guest.update = guest.update.model_copy(update={"state": State.DEAD})
                 self._tell("lost", index)
 
-    async def _handle(
-        self,
-        request: Request,
-        payload: Sequence[memoryview],  # noqa: ARG002 - no request to this node has any
-    ) -> tuple[Reply, Sequence[Buffer]]:
+    async def _handle(self, request: Request) -> tuple[Reply, Sequence[Buffer]]:
         """Answer one request. Raises RefusedError."""
         handler = self._handlers.get(type(request))
         if handler is None:

@@ -28,6 +28,10 @@ class ProtocolError(PanmeshError):
     """Bytes from the network that the protocol does not allow; all that a decoder ever raises."""
 
 
+class VersionError(ProtocolError):
+    """A message of another version of the protocol."""
+
+
 class RefusedError(PanmeshError):
     """Another node answered a request with a refusal; `reason` is its machine-readable word."""
 

@@ -36,7 +36,7 @@ from peer.state import MODEL_CARD, Checkpoint, Identity, StateDirectory
 
 log = logging.getLogger(__name__)
 
-HEALTH_INTERVAL = 2.0
+NOTES_INTERVAL = 2.0
 """Seconds between two health files, and so the grain of what they say of the event loop."""
 
 LearnerFactory = Callable[[Plan, int], Learner]
@@ -96,7 +96,7 @@ class Peer:
             ) as transport:
                 if self._on_listening is not None:
                     self._on_listening(transport.control)
-                plan, index = await self._enrol(transport, identity, checkpoint)
+                plan, index = await self._enrol(transport, identity)
                 _check_checkpoint(checkpoint, plan, index, settings.state)
                 state.keep_identity(identity.model_copy(update={"index": index}))
                 learner = await self._in_worker(self._learner, plan, index, state)
@@ -151,7 +151,7 @@ class Peer:
             async with asyncio.TaskGroup() as group:
                 background = [
                     group.create_task(swarm.run(), name="swarm"),
-                    group.create_task(_report_health(state, swarm, rounds), name="health"),
+                    group.create_task(_keep_notes(state, swarm, rounds), name="notes"),
                 ]
                 try:
                     return await rounds.run(checkpoint)
@@ -174,9 +174,7 @@ class Peer:
             raise UserError("--advertise auto needs a --bootstrap or --peer to face")
         return facing(others[0])
 
-    async def _enrol(
-        self, transport: Transport, identity: Identity, checkpoint: Checkpoint | None
-    ) -> tuple[Plan, int]:
+    async def _enrol(self, transport: Transport, identity: Identity) -> tuple[Plan, int]:
         """Return the plan and this peer's index, from the plan file or the bootstrap node."""
         settings = self._settings
         plan = self._plan
@@ -188,20 +186,22 @@ class Peer:
             return plan, settings.index
         index = identity.index if identity.index is not None else settings.index
         known = settings.state / "plan.toml"
-        remembered = Plan.load(known) if checkpoint is not None and known.exists() else None
+        remembered = None
+        if identity.index is not None and known.exists():
+            remembered = Plan.load(known)
         enrolled = await enrol(
             transport,
             settings.bootstrap,
             index=index,
             peer_id=identity.peer,
-            # A peer that has run before can go on without the bootstrap node.
+            # A peer that has joined before can go on without the bootstrap node.
             patience=None if remembered is None else 5.0,
         )
         if enrolled is None:
             assert remembered is not None
-            assert checkpoint is not None
+            assert identity.index is not None
             log.info("no bootstrap node answers; going on with the plan of the last run")
-            return remembered, checkpoint.index
+            return remembered, identity.index
         return Plan.from_toml(enrolled.toml, source="the bootstrap node's plan"), enrolled.index
 
     def _learner(self, plan: Plan, index: int, state: StateDirectory) -> Learner:
@@ -229,21 +229,23 @@ class Peer:
         """Run long work off the event loop, so that pings are answered meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, work, *arguments)
 
-    async def _handle(
-        self, request: Request, payload: Sequence[memoryview]
-    ) -> tuple[Reply, Sequence[Buffer]]:
+    async def _handle(self, request: Request) -> tuple[Reply, Sequence[Buffer]]:
         """Answer one request. Raises RefusedError."""
-        if payload:
-            raise RefusedError(Reason.BAD_REQUEST, "requests carry no payload")
         if self._rounds is None:
             raise RefusedError(Reason.NOT_YET, "starting")
         return await self._rounds.handle(request)
 
 
-async def _report_health(state: StateDirectory, swarm: Swarm, rounds: Rounds) -> None:
-    """Keep a health file fresh: its age tells whether the event loop runs."""
+async def _keep_notes(state: StateDirectory, swarm: Swarm, rounds: Rounds) -> None:
+    """Keep two files fresh: health, whose age tells whether the event loop runs, and the peers to
+    look for after a restart."""
+    remembered: list[PeerRecord] = []
     while True:
-        await asyncio.sleep(HEALTH_INTERVAL)
+        await asyncio.sleep(NOTES_INTERVAL)
+        records = [member.record for member in swarm.members()]
+        if records != remembered:
+            state.remember(records)
+            remembered = records
         state.write_json(
             "health.json",
             {

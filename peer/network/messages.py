@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Literal
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from peer.errors import ProtocolError
+from peer.errors import ProtocolError, VersionError
 from peer.plan import MAX_PEERS
 
 PROTOCOL: Final = 1
@@ -314,7 +314,7 @@ def decode(header: bytes | memoryview) -> Message:
     if not isinstance(fields, dict):
         raise ProtocolError("the header is not a map")
     if fields.get("v") != PROTOCOL:
-        raise ProtocolError(f"protocol version {fields.get('v')!r:.20}, not {PROTOCOL}")
+        raise VersionError(f"protocol version {fields.get('v')!r:.20}, not {PROTOCOL}")
     try:
         return _ADAPTER.validate_python(fields)
     except (ValidationError, RecursionError) as error:

@@ -13,11 +13,15 @@ class Fault(StrEnum):
 
     UNDECODABLE = "undecodable"
     """A header that is not a valid message."""
+    VERSION = "version"
+    """A message of another version of the protocol."""
     FRAMES = "frames"
-    """A wrong number of frames: none, or a request with a payload."""
+    """A request that is not exactly one frame."""
     NOT_A_REQUEST = "not-a-request"
     BAD_REPLY = "bad-reply"
     """A reply that is undecodable, too large, or not of a kind that its request allows."""
+    REFUSED = "refused"
+    """A request refused as a mistake: of another plan or model, a taken index, in a wrong state."""
     LATE = "late"
     """A reply that nobody waits for any more."""
     BUSY = "busy"
@@ -28,6 +32,8 @@ class Fault(StrEnum):
     """A request whose handler raised what it must not."""
     CONTENT = "content"
     """A valid message that contradicts what is known: a forged record, a bad model."""
+    OVERDUE = "overdue"
+    """A living peer that did not deliver in a whole `round_timeout`."""
 
 
 @dataclass

@@ -88,9 +88,7 @@ class Asker:
 
 @asynccontextmanager
 async def asker(node: BootstrapNode, number: int) -> AsyncIterator[Asker]:
-    async def refuse(
-        request: Request, payload: Sequence[memoryview]
-    ) -> tuple[Reply, Sequence[Buffer]]:
+    async def refuse(request: Request) -> tuple[Reply, Sequence[Buffer]]:
         raise RefusedError(Reason.BAD_REQUEST)
 
     async with Transport(listen="127.0.0.1:0", handler=refuse, traffic=Traffic()) as transport:

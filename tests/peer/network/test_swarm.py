@@ -101,9 +101,7 @@ async def node(
 ) -> AsyncIterator[Node]:
     swarm: Swarm | None = None
 
-    async def handler(
-        request: Request, payload: Sequence[memoryview]
-    ) -> tuple[Reply, Sequence[Buffer]]:
+    async def handler(request: Request) -> tuple[Reply, Sequence[Buffer]]:
         if swarm is None:
             raise RefusedError(Reason.NOT_YET)
         return await swarm.handle(request)
@@ -340,9 +338,7 @@ async def test_odd_peer_does_not_end_one_that_has_joined() -> None:
     async with node(0) as first, node(1, peers=[first.transport.control]) as second:
         await eventually(lambda: first.known() == [1] and second.known() == [0])
 
-        async def refuse(
-            request: Request, payload: Sequence[memoryview]
-        ) -> tuple[Reply, Sequence[Buffer]]:
+        async def refuse(request: Request) -> tuple[Reply, Sequence[Buffer]]:
             raise RefusedError(Reason.PLAN_MISMATCH)
 
         async with Transport(listen="127.0.0.1:0", handler=refuse, traffic=Traffic()) as odd:
@@ -408,9 +404,7 @@ async def test_address_that_cannot_be_dialled() -> None:
 
 @asynccontextmanager
 async def plain() -> AsyncIterator[Transport]:
-    async def refuse(
-        request: Request, payload: Sequence[memoryview]
-    ) -> tuple[Reply, Sequence[Buffer]]:
+    async def refuse(request: Request) -> tuple[Reply, Sequence[Buffer]]:
         raise RefusedError(Reason.NOT_YET)
 
     async with Transport(listen="127.0.0.1:0", handler=refuse, traffic=Traffic()) as transport:
@@ -463,9 +457,7 @@ async def test_enrolment_without_any_bootstrap_node() -> None:
 
 
 async def test_pong_of_another_federation_is_an_error() -> None:
-    async def handler(
-        request: Request, payload: Sequence[memoryview]
-    ) -> tuple[Reply, Sequence[Buffer]]:
+    async def handler(request: Request) -> tuple[Reply, Sequence[Buffer]]:
         return (Known(updates=()) if isinstance(request, Members) else Pong(updates=())), ()
 
     async with (
