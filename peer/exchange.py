@@ -272,7 +272,7 @@ class Exchange:
         """Return the model of peer `index` in round `t` (with g if asked for), or None.
 
         `sketches`, where the peer was probed, must agree with the model that comes. `newest` takes
-        whatever snapshot the peer has, once.
+        whatever snapshot the peer has, and waits for one no longer than for any answer.
         """
         staleness = None if newest else self._staleness
 
@@ -302,27 +302,32 @@ class Exchange:
                 self._check_sketch(self.drift(model), sketches)
             return Received(model, g if gradient else None, reply.samples, reply.round)
 
-        if newest:
-            try:
-                return await ask()
-            except (RefusedError, ProtocolError, UnreachableError):
-                return None
-        return await self._persist(index, ask)
+        return await self._persist(index, ask, newest=newest)
 
     async def wait_for_all(self, round_: int, seconds: float) -> bool:
-        """Return whether every living peer that takes part in `round_` finished it in `seconds`."""
+        """Return whether every living peer that takes part in `round_` finished it in `seconds`.
 
-        async def reach(index: int) -> Status | None:
-            async def ask() -> Status:
-                reply, _ = await self._ask(index, "control", Await(round=round_, wait=PATIENCE), 0)
+        A peer that answers nonsense is not waited for.
+        """
+        deaf: set[int] = set()
+
+        async def ask(index: int) -> None:
+            try:
+                reply, _ = await self._ask(
+                    index, "control", Await(round=round_, wait=self._wait), 0
+                )
                 if not isinstance(reply, Reached):
                     raise ProtocolError("not how far it is")
+            except ProtocolError as error:
+                self._swarm.misbehaved(index, str(error))
+                deaf.add(index)
+            except (RefusedError, UnreachableError):
+                pass  # busy, starting or gone: membership says which of it before long
+            else:
                 self._swarm.note_status(index, reply.status)
-                if reply.status.finished < round_:
-                    raise RefusedError(Reason.NOT_YET)
-                return reply.status
-
-            return await self._persist(index, ask, patient=True)
+                if reply.status.finished >= round_:
+                    return
+            await self._swarm.changed(0.2)
 
         def behind() -> list[int]:
             return [
@@ -333,8 +338,8 @@ class Exchange:
 
         try:
             async with asyncio.timeout(seconds):
-                while waiting := behind():
-                    await asyncio.gather(*(reach(index) for index in waiting))
+                while waiting := set(behind()) - deaf:
+                    await asyncio.gather(*map(ask, sorted(waiting)))
         except TimeoutError:
             return False
         return True
@@ -362,14 +367,15 @@ class Exchange:
             raise
 
     async def _persist(
-        self, index: int, ask: Callable[[], Awaitable[Item]], *, patient: bool = False
+        self, index: int, ask: Callable[[], Awaitable[Item]], *, newest: bool = False
     ) -> Item | None:
         """Return what `ask` brings, asking again as long as the mode allows; None when it is over.
 
-        In lockstep the living are waited for (up to `round_timeout`); otherwise one
-        `request_timeout` is all a peer gets. A peer that answers nonsense is not asked again.
+        In lockstep the living are waited for (up to `round_timeout`); otherwise, and for the
+        `newest` snapshot, one `request_timeout` is all a peer gets. A peer that answers nonsense is
+        not asked again.
         """
-        lockstep = patient or self._plan.lockstep
+        lockstep = self._plan.lockstep and not newest
         network = self._plan.network
         loop = asyncio.get_running_loop()
         start = loop.time()
@@ -384,12 +390,12 @@ class Exchange:
             except RefusedError as refusal:
                 if refusal.reason not in (Reason.NOT_YET, Reason.BUSY):
                     return None
-                if not lockstep and self._staleness is None:
+                if not (lockstep or newest) and self._staleness is None:
                     return None
             except UnreachableError:
                 if not lockstep:
                     return None
-            if not was_late and not patient:
+            if not was_late:
                 self.tally.late += 1
                 was_late = True
             await self._swarm.changed(0.2)

@@ -29,3 +29,12 @@ def write_atomically(path: Path, content: bytes | str, *, mode: int = 0o644) -> 
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove what a process that was killed had not finished writing in `directory`.
+
+    Only for a directory in which nobody else writes. Raises OSError.
+    """
+    for file in directory.glob(".*.new"):
+        file.unlink(missing_ok=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from peer.files import write_atomically
 from peer.learning.learner import Learner, Scores, Vector
 from peer.matching.base import Evidence, Matcher, MatcherSettings
 from peer.matching.registry import create_matcher
+from peer.matching.selection import draw
 from peer.matching.similarity import GradientEvidence, gradient_similarity, loss_similarity
 from peer.merit import precision, recall
 from peer.network.messages import Await, Probe, Pull, Reason, Reply, Request, Status
@@ -37,6 +39,9 @@ from peer.rundir import MODELS, MetricRow, RunWriter, Seconds, TopologyRow
 from peer.state import Checkpoint, StateDirectory
 
 log = logging.getLogger(__name__)
+
+ACQUAINTANCE = 3.0
+"""Seconds in which a peer that comes to a running federation surely hears of all its members."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,7 @@ class Rounds:
         self._model = self._initial
         self._scores = Scores(0.0, float("inf"))
         self._before: dict[str, int] = {}
+        self._notes: dict[str, Any] = {}
         self._last: tuple[MetricRow, TopologyRow] | None = None
         self._started = time.monotonic()
 
@@ -139,9 +145,11 @@ class Rounds:
 
     async def run(self, checkpoint: Checkpoint | None) -> Result:
         """Run from the first or the next round to the plan's last, then serve the others on."""
-        first = await self._begin(checkpoint)
-        for t in range(first, self.plan.rounds + 1):
+        t = await self._begin(checkpoint)
+        while t <= self.plan.rounds:
             await self._round(t)
+            # Asynchronous peers may be any number of rounds apart.
+            t = t + 1 if self.plan.network.staleness == "async" else await self._keep_up(t + 1)
         await self._finish()
         return Result(
             index=self.index,
@@ -153,28 +161,21 @@ class Rounds:
         )
 
     async def _begin(self, checkpoint: Checkpoint | None) -> int:
-        """Wait for the start, or catch up with a federation that has started; return the round."""
+        """Take up the checkpoint, wait until the federation has begun, and return the round to run:
+        one after the last when all are done."""
         finished = 0
         if checkpoint is not None:
             finished = checkpoint.t
             self._model = checkpoint.model
             self._before = checkpoint.counters
             self._restore(checkpoint)
+            self.shelf.first = finished + 1
             await self._advance(Status(finished=finished))
-        front = await self._gather_quorum(restarted=checkpoint is not None)
-        first = finished + 1
-        # A peer whose next round is still on the others' shelves goes on as if it had only been
-        # slow: after a restart, or when the others noticed the start a little earlier.
-        if front - first >= self.plan.network.history:
-            first = min(front + 1, self.plan.rounds)
-            self._model = await self._catch_up(first, checkpoint)
-            self.swarm.set_first_round(first)
-            log.info("caught up with the federation: next is round %d", first)
         if finished >= self.plan.rounds:
-            first = self.plan.rounds + 1
             self._scores = await self._in_worker(self.learner.evaluate, self._model)
-        self.shelf.first = first
-        return first
+            return finished + 1
+        await self._gather_quorum(restarted=checkpoint is not None)
+        return await self._keep_up(finished + 1)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         try:
@@ -183,52 +184,99 @@ class Rounds:
             raise StateError(f"the checkpoint in {self.state.path} is of no use: {error}") from None
         log.info("going on after round %d", checkpoint.t)
 
-    async def _gather_quorum(self, *, restarted: bool) -> int:
-        """Return the furthest round that anyone has reached, once the federation has begun.
+    def _living(self) -> list[Status]:
+        """Return how far those are that are there."""
+        members = map(self.swarm.member, self.swarm.known(self.plan.rounds))
+        return [member.status for member in members if member is not None]
 
-        It has begun when the quorum is present or somebody has trained. A peer that has run before
-        does not wait for ever: the others may be gone for good.
+    async def _gather_quorum(self, *, restarted: bool) -> None:
+        """Return once the federation has begun.
+
+        It begins when the quorum is present, and has begun when anyone has published a snapshot
+        since that one was started: what was finished before tells nothing, all may have been
+        restarted at once. A peer that finds it begun first hears of the others, so that it chooses
+        among the same peers as they do. A peer that has run before does not wait for ever: the
+        others may be gone for good.
         """
         loop = asyncio.get_running_loop()
-        patience = loop.time() + 3 * self.plan.network.request_timeout
-        noted = loop.time()
+        noted = started = loop.time()
+        begun = math.inf
         while True:
-            members = self.swarm.members()
-            front = max((max(m.status.published, m.status.finished) for m in members), default=0)
-            present = len(self.swarm.known(self.plan.rounds)) + 1
-            if front > 0 or present >= self.plan.quorum:
-                return front
-            if restarted and loop.time() > patience:
-                log.warning("nobody of this federation is to be found; going on alone")
-                return 0
-            if loop.time() >= noted:
-                log.info("waiting for the start: %d of %d present", present, self.plan.quorum)
-                noted = loop.time() + 15
+            living, now = self._living(), loop.time()
+            if len(living) + 1 >= self.plan.quorum:
+                return
+            if any(status.published or status.done for status in living):
+                begun = min(begun, now)
+            if now >= begun + ACQUAINTANCE or (
+                now >= begun and len(self.swarm.members()) + 1 >= self.plan.quorum
+            ):
+                return
+            if restarted and now >= started + 3 * self.plan.network.request_timeout:
+                log.warning("the others of this federation are not to be found; going on without")
+                return
+            if now >= noted:
+                log.info(
+                    "waiting for the start: %d of %d present", len(living) + 1, self.plan.quorum
+                )
+                noted = now + 15
             await self.swarm.changed(1.0)
 
-    async def _catch_up(self, t: int, checkpoint: Checkpoint | None) -> Vector:
-        """Return the model to go on with: of those this peer can get and its own, the one with the
-        least loss on its training data.
+    async def _keep_up(self, t: int) -> int:
+        """Return the round to run next: `t`, or a later one if this peer has fallen behind.
 
-        [choice] Asked are the bag of the checkpoint, or else l peers drawn at random: they hold the
-        newest models, and the loss tells which of them suits.
+        A peer whose next round is still on the others' shelves goes on as if it had only been slow.
+        One that was away for longer (late, restarted, stopped, cut off) finds nothing there, while
+        the others wait for it: it goes on where they are.
         """
-        known = self.swarm.known(self.plan.rounds)
-        asked = [index for index in sorted(self._matcher.bag) if index in known]
-        if not asked and known:
-            rng = generator(self.plan.seed, Purpose.LATE_JOIN, index=self.index, t=t)
-            size = min(self.plan.matching.l, len(known))
-            asked = [known[i] for i in rng.choice(len(known), size=size, replace=False)]
+        staleness = self.plan.network.staleness
+        slack = max(self.plan.network.history, 1 + (staleness if staleness != "async" else 0))
+        front = _typical(max(s.published, s.finished) for s in self._living())
+        if t > self.plan.rounds or front - t < slack:
+            return t
+        t = await self._catch_up(min(front, self.plan.rounds - 1))
+        log.info("caught up with the federation: next is round %d", t)
+        return t
+
+    async def _catch_up(self, front: int) -> int:
+        """Go on from the model that suits this peer best, of those it can get and its own, and
+        return the round after theirs.
+
+        [choice] Asked are the bag, or else l peers drawn at random: they hold the newest models,
+        and the loss on the peer's training data tells which of them suits.
+        """
+        models = {self.index: self._model} if self.shelf.status.finished else {}
+        # From here on nobody needs to wait for this peer's earlier rounds.
+        await self._skip_to(front + 1)
         received = await self.exchange.gather(
-            asked, lambda index: self.exchange.pull(index, t, newest=True)
+            self._advisers(front), lambda index: self.exchange.pull(index, front, newest=True)
         )
-        models = [self._model] if checkpoint is not None else []
-        models += [item.model for item in received.values()]
+        # What came with the models is fresher than what gossip said.
+        t = max(front, _typical(item.round for item in received.values())) + 1
+        t = min(t, self.plan.rounds)
+        await self._skip_to(t)
+        self.swarm.set_first_round(t)
+        models |= {index: item.model for index, item in received.items()}
         if not models:
             log.warning("no peer had a model to begin with; starting from the initial one")
-            return self._initial
-        losses = await self._in_worker(self.learner.train_losses, models, t)
-        return models[min(range(len(models)), key=losses.__getitem__)]
+            return t
+        losses = await self._in_worker(self.learner.train_losses, list(models.values()), t)
+        _, chosen = min(zip(losses, models, strict=True))
+        self._model = models[chosen]
+        self._notes = {"caught_up_with": chosen}
+        return t
+
+    async def _skip_to(self, t: int) -> None:
+        """Say that this peer has nothing to give before round `t`."""
+        self.shelf.first = t
+        await self._advance(self.shelf.status.model_copy(update={"finished": t - 1}))
+
+    def _advisers(self, t: int) -> list[int]:
+        known = self.swarm.known(self.plan.rounds)
+        bag = [index for index in known if index in self._matcher.bag]
+        if bag:
+            return bag
+        rng = generator(self.plan.seed, Purpose.LATE_JOIN, index=self.index, t=t)
+        return draw(known, self.plan.matching.l, rng)
 
     async def _round(self, t: int) -> None:
         """Round t of Algorithm 1: train, publish, match, aggregate."""
@@ -265,8 +313,9 @@ class Rounds:
         clock.lap("aggregate")
         self._scores = await self._in_worker(self.learner.evaluate, self._model)
         clock.lap("evaluate")
-        await self._in_worker(self._save, t)
+        # The row first: a round whose row was not written is run again after a crash.
         self._record(t, used, clock)
+        await self._in_worker(self._save, t)
         await self._advance(
             Status(
                 published=t,
@@ -332,7 +381,6 @@ class Rounds:
                 counters=self._counters(),
             )
         )
-        self.state.remember([member.record for member in self.swarm.members()])
 
     def _counters(self) -> dict[str, int]:
         """Return cumulative bytes, those before the last restart included."""
@@ -361,11 +409,12 @@ class Rounds:
             missing=self.exchange.tally.missing,
             seconds=clock.seconds(),
             time=time.time(),
-            notes=self._matcher.notes,
+            notes=self._matcher.notes | self._notes,
         )
         choice = TopologyRow(**place, neighbours=neighbours, bag=sorted(bag))
         self._writer.append(row, choice)
         self._last = row, choice
+        self._notes = {}
         if self._on_round is not None:
             self._on_round(self.plan, row)
 
@@ -399,3 +448,12 @@ class Rounds:
             self._writer.append(row.model_copy(update=self._counters()), choice)
         self._writer.write_traffic(self.traffic.snapshot())
         self._writer.write_summary(wall_s=time.monotonic() - self._started)
+
+
+def _typical(rounds: Iterable[int]) -> int:
+    """Return the round that most have reached, of those that have reached any; else 0.
+
+    [choice] The lower median: one peer that is wrong about how far it is misleads nobody.
+    """
+    reached = sorted(t for t in rounds if t > 0)
+    return reached[(len(reached) - 1) // 2] if reached else 0

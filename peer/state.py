@@ -27,9 +27,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from peer.errors import StateError
-from peer.files import write_atomically
+from peer.files import remove_unfinished, write_atomically
 from peer.learning.learner import Vector
 from peer.network.messages import Index, PeerId, PeerRecord, Round
+from peer.rundir import MODELS
 
 GENERATIONS = 2
 MODEL_CARD = "model.json"
@@ -89,6 +90,11 @@ class StateDirectory:
         except OSError:
             self._lock.close()
             raise StateError(f"the state directory {path} is in use by another process") from None
+        try:
+            for directory in (path, path / MODELS):
+                remove_unfinished(directory)
+        except OSError as error:
+            raise StateError(f"cannot write to {path}: {error.strerror}") from None
 
     def __enter__(self) -> Self:
         return self

@@ -52,10 +52,11 @@ class Change(StrEnum):
     DEAD = "dead"
     LEFT = "left"
     RETURNED = "returned"
+    MOVED = "moved"
 
 
 class Event(NamedTuple):
-    """A change and whom it concerns."""
+    """A change and whom it concerns; with MOVED the record from before, with the old addresses."""
 
     change: Change
     record: PeerRecord
@@ -245,6 +246,8 @@ class Membership:
         before = self._members.get(record.index)
         same = before is not None and before.update.record.peer == record.peer
         old = before.update.state if before is not None and same else None
+        if before is not None and same and _addresses(before.update) != _addresses(update):
+            self._events.append(Event(Change.MOVED, before.update.record))
         member = _Member(update)
         match update.state:
             case State.SUSPECT:
@@ -428,6 +431,10 @@ class Membership:
 
     def _raise_doubt(self) -> None:
         self._doubt = min(MAX_DOUBT, self._doubt + 1)
+
+
+def _addresses(update: Update) -> tuple[str, str]:
+    return update.record.control, update.record.data
 
 
 def _weight(update: Update) -> tuple[int, int]:

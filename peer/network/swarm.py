@@ -398,7 +398,8 @@ class Swarm:
         for change, record in self._membership.drain_events():
             level = logging.WARNING if change is Change.DEAD else logging.INFO
             log.log(level, "peer %d %s", record.index, change)
-            if change in (Change.DEAD, Change.LEFT):
+            # Whoever waits for an answer from there waits in vain.
+            if change in (Change.DEAD, Change.LEFT, Change.MOVED):
                 self._transport.forget(record.control)
                 self._transport.forget(record.data)
         if self._membership.version != self._seen:
