@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -56,9 +57,8 @@ class Laboratory:
         """
         self.plan = plan
         self.method = method
-        self.matchers = [
-            create_matcher(method, MatcherSettings.from_plan(plan, i)) for i in range(plan.n)
-        ]
+        first = MatcherSettings.from_plan(plan, 0)
+        self.matchers = [create_matcher(method, replace(first, index=i)) for i in range(plan.n)]
         self.evidence = self.matchers[0].evidence
         self._owns = engine is None
         self.engine = engine or Engine(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,8 @@ from peer.learning.partition import (
     TRANSFORMS,
     Cluster,
     PeerData,
-    pool_indices,
+    share,
     to_float,
-    train_indices,
 )
 from peer.learning.sources import Dataset
 from peer.plan import Plan
@@ -85,92 +84,105 @@ def _anonymous(size: int) -> int:
 
 
 @dataclass(frozen=True)
+class Split:
+    """The training or the test samples of all peers.
+
+    `picked`: of every cluster, the samples of the data set that its part of the table holds.
+    `rows`: of every peer, its rows of the table.
+    """
+
+    picked: list[Array]
+    rows: list[Array]
+
+    @classmethod
+    def gather(cls, given: Sequence[Array], clusters: Sequence[int], count: int) -> Split:
+        """Put together what the peers, each of its cluster, are given of a data set."""
+        picked: list[Array] = []
+        starts: list[int] = []
+        for cluster in range(count):
+            members = [own for own, c in zip(given, clusters, strict=True) if c == cluster]
+            starts.append(sum(map(len, picked)))
+            picked.append(np.unique(np.concatenate(members)) if members else given[0][:0])
+        rows = [
+            starts[cluster] + np.searchsorted(picked[cluster], own)
+            for own, cluster in zip(given, clusters, strict=True)
+        ]
+        return cls(picked, rows)
+
+
+@dataclass(frozen=True)
 class Shares:
-    """Which samples are whose: rows of the shared tables, and how those tables are made."""
+    """Which samples are whose, and how the shared tables are made of a data set."""
 
     dataset: Dataset
     plan: Plan
-    picked: list[Array]
-    """Of every cluster, the training samples of the data set that its part of the table holds."""
-    rows: list[Array]
-    """Of every peer, its rows of the training table."""
-    tested: Array
-    """The test samples of every cluster's part of the test table."""
+    train: Split
+    test: Split
 
     @classmethod
     def deal(cls, dataset: Dataset, plan: Plan) -> Shares:
-        """Deal the data set to all peers. Raises UserError when there are too few samples."""
-        given = [train_indices(dataset.train_y, plan, index) for index in range(plan.n)]
-        clusters = range(plan.partition.clusters)
-        picked: list[Array] = []
-        starts: list[int] = []
-        for cluster in clusters:
-            members = [given[i] for i in range(plan.n) if plan.cluster_of(i) == cluster]
-            starts.append(sum(map(len, picked)))
-            picked.append(np.unique(np.concatenate(members)) if members else given[0][:0])
-        rows = []
-        for index, own in enumerate(given):
-            cluster = plan.cluster_of(index)
-            rows.append(starts[cluster] + np.searchsorted(picked[cluster], own))
-        return cls(dataset, plan, picked, rows, pool_indices(dataset.test_y, plan))
+        """Deal the data set to all peers. Raises UserError when it does not fit the partition."""
+        clusters = [plan.cluster_of(index) for index in range(plan.n)]
+        train, test = zip(*(share(dataset, plan, i) for i in range(plan.n)), strict=True)
+        count = plan.partition.clusters
+        return cls(
+            dataset, plan, Split.gather(train, clusters, count), Split.gather(test, clusters, count)
+        )
 
     def fields(self, *, channels_last: bool) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the shape and dtype of every array that `fill` writes."""
         shape = self.dataset.shape
         if channels_last:
             shape = (*shape[1:], shape[0])
-        train, test = sum(map(len, self.picked)), len(self.picked) * len(self.tested)
-        stored = np.dtype(self.dataset.train_x.dtype).str
-        return {
-            "train_x": ((train, *shape), stored),
-            "train_y": ((train,), "<i8"),
-            "test_x": ((test, *shape), "<f4"),
-            "test_y": ((test,), "<i8"),
-            "rows": ((sum(map(len, self.rows)),), "<i8"),
-            "counts": ((len(self.rows),), "<i8"),
-        }
+        fields = {}
+        for name, split, x, _ in self._parts():
+            size = sum(map(len, split.picked))
+            fields[f"{name}_x"] = ((size, *shape), x.dtype.str)
+            fields[f"{name}_y"] = ((size,), "<i8")
+            fields[f"{name}_rows"] = ((sum(map(len, split.rows)),), "<i8")
+            fields[f"{name}_counts"] = ((len(split.rows),), "<i8")
+        return fields
 
     def fill(self, arrays: Mapping[str, Array], *, channels_last: bool) -> None:
         """Write every cluster's transformed samples, and the peers' rows.
 
         Raises UserError when the transform does not fit the data.
         """
-        dataset, partition = self.dataset, self.plan.partition
-        train = test = 0
-        for number, picked in enumerate(self.picked):
-            cluster = Cluster(number, partition.clusters, dataset.classes)
-            transform = TRANSFORMS[partition.kind]
-            x, y = transform(dataset.train_x[picked], dataset.train_y[picked], cluster)
-            stop = train + len(y)
-            arrays["train_x"][train:stop] = np.moveaxis(x, 1, -1) if channels_last else x
-            arrays["train_y"][train:stop] = y
-            train = stop
-            x, y = transform(dataset.test_x[self.tested], dataset.test_y[self.tested], cluster)
-            x = to_float(x, dataset.scale)
-            stop = test + len(y)
-            arrays["test_x"][test:stop] = np.moveaxis(x, 1, -1) if channels_last else x
-            arrays["test_y"][test:stop] = y
-            test = stop
-        arrays["rows"][:] = np.concatenate(self.rows)
-        arrays["counts"][:] = [len(own) for own in self.rows]
+        partition = self.plan.partition
+        transform = TRANSFORMS[partition.kind]
+        for name, split, stored_x, stored_y in self._parts():
+            start = 0
+            for number, picked in enumerate(split.picked):
+                cluster = Cluster(number, partition.clusters, self.dataset.classes)
+                x, y = transform(stored_x[picked], stored_y[picked], cluster)
+                stop = start + len(y)
+                arrays[f"{name}_x"][start:stop] = np.moveaxis(x, 1, -1) if channels_last else x
+                arrays[f"{name}_y"][start:stop] = y
+                start = stop
+            arrays[f"{name}_rows"][:] = np.concatenate(split.rows)
+            arrays[f"{name}_counts"][:] = [len(own) for own in split.rows]
+
+    def _parts(self) -> list[tuple[str, Split, Array, Array]]:
+        data = self.dataset
+        return [
+            ("train", self.train, data.train_x, data.train_y),
+            ("test", self.test, data.test_x, data.test_y),
+        ]
 
 
-def peer_data(
-    arrays: Mapping[str, Array], plan: Plan, index: int, *, scale: float, classes: int
-) -> PeerData:
-    """Return what `peer.learning.partition.deal` gives peer `index`, from tables as stored.
+def rows_of(arrays: Mapping[str, Array], name: str) -> list[Array]:
+    """Return every peer's rows of the table `train` or `test`."""
+    return np.split(arrays[f"{name}_rows"], np.cumsum(arrays[f"{name}_counts"])[:-1])
 
-    The test set is not copied: the peers of a cluster share it.
-    """
-    stop = int(arrays["counts"][: index + 1].sum())
-    rows = arrays["rows"][stop - int(arrays["counts"][index]) : stop]
-    pool = len(arrays["test_y"]) // plan.partition.clusters
-    start = plan.cluster_of(index) * pool
+
+def peer_data(arrays: Mapping[str, Array], index: int, *, scale: float, classes: int) -> PeerData:
+    """Return what `peer.learning.partition.deal` gives peer `index`, from tables as stored."""
+    train, test = (rows_of(arrays, name)[index] for name in ("train", "test"))
     return PeerData(
-        to_float(arrays["train_x"][rows], scale),
-        arrays["train_y"][rows],
-        arrays["test_x"][start : start + pool],
-        arrays["test_y"][start : start + pool],
+        to_float(arrays["train_x"][train], scale),
+        arrays["train_y"][train],
+        to_float(arrays["test_x"][test], scale),
+        arrays["test_y"][test],
         classes,
         arrays["train_x"].shape[1:],
     )

@@ -44,12 +44,16 @@ class Table:
     scale: float
 
     def inputs(self, rows: Tensor, stack: Stack) -> Tensor:
-        """Return scaled float32 inputs of rows [c, b], as `stack` takes them."""
+        """Return scaled float32 inputs of rows [c, b], as `stack` takes them.
+
+        Rows that are alike for all clients (expanded, of stride 0) are read and scaled once.
+        """
+        c, read = len(rows), rows if rows.stride(0) else rows[:1]
+        x = self.x.index_select(0, read.flatten()).view(*read.shape, *self.x.shape[1:])
         if not stack.images:
-            x = self.x.index_select(0, rows.flatten()).to(torch.float32).view(*rows.shape, -1)
-            return self._scaled(x)
-        x = self.x.index_select(0, rows.flatten()).view(*rows.shape, *self.x.shape[1:])
-        return self._scaled(image_batch(x.permute(0, 1, 4, 2, 3)))
+            return self._scaled(x.flatten(2).to(torch.float32)).expand(c, -1, -1)
+        x = x.permute(0, 1, 4, 2, 3).expand(c, -1, -1, -1, -1)
+        return self._scaled(image_batch(x))
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.scale == 1 else x.mul_(self.scale)
@@ -151,18 +155,19 @@ def balanced(members: Sequence[int], chunk: int) -> Iterator[list[int]]:
         yield list(members[place * len(members) // count : (place + 1) * len(members) // count])
 
 
-def evaluate(stack: Stack, models: Tensor, x: Tensor, y: Tensor) -> list[tuple[float, float]]:
-    """Return (accuracy, mean loss) of each of `models` [c, e] on inputs [m, ...] and labels [m].
-
-    Inputs are as a table holds them, but float32 and scaled.
-    """
+def evaluate(
+    stack: Stack, models: Tensor, table: Table, rows: Indices
+) -> list[tuple[float, float]]:
+    """Return (accuracy, mean loss) of each of `models` [c, e] on the same rows [m] of the table."""
+    c = len(models)
     stack.bind(models)
-    right, total = (torch.zeros(len(models), device=models.device) for _ in range(2))
-    for inputs, labels in zip(torch.split(x, PART), torch.split(y, PART), strict=True):
-        logits = stack.forward(_alike(inputs, len(models), stack))
+    right, total = (torch.zeros(c, device=models.device) for _ in range(2))
+    for part in torch.split(torch.from_numpy(rows).to(table.y.device), PART):
+        labels = table.y[part].expand(c, -1)
+        logits = stack.forward(table.inputs(part.expand(c, -1), stack))
         right += (logits.argmax(dim=2) == labels).sum(dim=1)
-        total += losses(logits, labels.expand(len(models), -1)).sum(dim=1)
-    return list(zip((right / len(y)).tolist(), (total / len(y)).tolist(), strict=True))
+        total += losses(logits, labels).sum(dim=1)
+    return list(zip((right / len(rows)).tolist(), (total / len(rows)).tolist(), strict=True))
 
 
 def mean_losses(
@@ -179,13 +184,6 @@ def mean_losses(
         logits = stack.forward(table.inputs(part[None], stack))
         found.append(losses(logits[0], table.y[part]))
     return [float(part.mean()) for part in torch.split(torch.cat(found), [len(s) for s in samples])]
-
-
-def _alike(x: Tensor, c: int, stack: Stack) -> Tensor:
-    """Return inputs [m, ...], as a table holds them, for each of c clients."""
-    if stack.images:
-        return image_batch(x.permute(0, 3, 1, 2).expand(c, -1, -1, -1, -1))
-    return x.flatten(1).expand(c, -1, -1)
 
 
 def _padded(rows: Sequence[Indices]) -> tuple[Indices, list[int]]:

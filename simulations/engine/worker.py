@@ -35,7 +35,7 @@ from peer.matching.sketch import CountSketch
 from peer.plan import Plan
 from simulations.engine import trainer
 from simulations.engine.layers import NotStackableError, Stack, compose
-from simulations.engine.shares import Arena, Array, Field, peer_data
+from simulations.engine.shares import Arena, Array, Field, peer_data, rows_of
 from simulations.engine.trainer import balanced
 
 Rows = npt.NDArray[np.int64]
@@ -46,8 +46,11 @@ _MIXED = 1 << 19
 _COMPARED = 4096
 """Columns of a block of a Gram matrix."""
 
-_IN_STACK = 12_000_000
-"""Bytes that a chunk's models, velocities and activations may take: what a core's cache serves."""
+_IN_CACHE = 16_000_000
+"""Bytes that a chunk may touch in a step: activations once, weights and velocities six times.
+
+Measured: with more, the products wait for memory; with much less, Python's share grows.
+"""
 
 LARGEST = {"float16": 65504.0, "bfloat16": float(torch.finfo(torch.bfloat16).max)}
 
@@ -109,7 +112,8 @@ class Worker:
         self._models, self._trained, self._initial = (
             self._matrix(name) for name in ("models", "trained", "initial")
         )
-        self._rows: list[Rows] = np.split(arena["rows"], np.cumsum(arena["counts"])[:-1])
+        self._rows: list[Rows] = rows_of(arena.arrays, "train")
+        self._test_rows: list[Rows] = rows_of(arena.arrays, "test")
         trainable = job.manifest.trainable
         self._sketch: CountSketch | None = None
         if "sketches" in arena.arrays:
@@ -149,15 +153,22 @@ class Worker:
         return compose(self._module(), self._job.manifest, self._job.shape)
 
     @cached_property
-    def _table(self) -> trainer.Table:
-        x, y = (self._tensor(self._arena[name]) for name in ("train_x", "train_y"))
-        return trainer.Table(x, y, self._job.scale)
+    def _tables(self) -> dict[str, trainer.Table]:
+        """The tables `train` and `test`."""
+        return {
+            name: trainer.Table(
+                self._tensor(self._arena[f"{name}_x"]),
+                self._tensor(self._arena[f"{name}_y"]),
+                self._job.scale,
+            )
+            for name in ("train", "test")
+        }
 
     @cached_property
     def _stack_trainer(self) -> trainer.StackTrainer:
         return trainer.StackTrainer(
             self._stack,
-            self._table,
+            self._tables["train"],
             self._plan,
             self._job.manifest.trainable,
             chunk=self._chunk(),
@@ -171,8 +182,8 @@ class Worker:
         """
         inputs = torch.zeros(1, *self._job.shape)
         bytes_per_sample = 4 * _activations(self._module(), inputs)
-        used = self._plan.training.batch * bytes_per_sample + 8 * self._job.manifest.size
-        budget = _IN_STACK if self._device.type == "cpu" else 1 << 32
+        used = self._plan.training.batch * bytes_per_sample + 24 * self._job.manifest.size
+        budget = _IN_CACHE if self._device.type == "cpu" else 1 << 32
         most = 20 if self._device.type == "cpu" else 1 << 10
         return int(max(1, min(most, budget // used)))
 
@@ -194,7 +205,7 @@ class Worker:
             if len(j):
                 samples = [self._loss_rows(i, t) for i in asking.tolist()]
                 model = self._wire(self._trained[int(j[0])])
-                found += trainer.mean_losses(self._stack, model, self._table, samples)
+                found += trainer.mean_losses(self._stack, model, self._tables["train"], samples)
         return found
 
     def _loss_rows(self, i: int, t: int) -> Rows:
@@ -233,8 +244,10 @@ class Worker:
         n, (start, stop) = self._plan.n, self._job.columns
         starts, columns, weights = (self._tensor(part) for part in mixture[:3])
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Sparse CSR tensor support")
-            matrix = torch.sparse_csr_tensor(starts, columns, weights, (n, n))
+            warnings.filterwarnings("ignore", message="Sparse CSR tensor support")  # "in beta"
+            matrix = torch.sparse_csr_tensor(
+                starts, columns, weights, (n, n), check_invariants=True
+            )
         own = self._tensor(mixture.own)[:, None]
         exact = self._plan.network.precision == "float32"
         width = max(64, _MIXED // n)
@@ -256,17 +269,20 @@ class Worker:
             for i in peers:
                 self._arena["scores"][i] = self._learner(i).evaluate(self._get("models", i))
             return
-        pool = len(self._arena["test_y"]) // self._plan.partition.clusters
-        for cluster in range(self._plan.partition.clusters):
-            x, y = (part[cluster * pool : (cluster + 1) * pool] for part in self._test)
-            members = [i for i in peers if self._plan.cluster_of(i) == cluster]
+        table = self._tables["test"]
+        for members in self._tested_alike:
             for chunk in balanced(members, self._stack_trainer.chunk):
-                scores = trainer.evaluate(self._stack, self._models[chunk], x, y)
+                rows = self._test_rows[chunk[0]]
+                scores = trainer.evaluate(self._stack, self._models[chunk], table, rows)
                 self._arena["scores"][chunk] = scores
 
     @cached_property
-    def _test(self) -> tuple[Tensor, Tensor]:
-        return self._tensor(self._arena["test_x"]), self._tensor(self._arena["test_y"])
+    def _tested_alike(self) -> list[list[int]]:
+        """The worker's peers, those of one test set together: they share its inputs."""
+        groups: dict[bytes, list[int]] = {}
+        for i in range(*self._job.peers):
+            groups.setdefault(self._test_rows[i].tobytes(), []).append(i)
+        return list(groups.values())
 
     # One peer at a time, by the device's own path
 
@@ -282,9 +298,7 @@ class Worker:
         """Return the learner of peer i, which stays, for it may keep state of its own."""
         if i not in self._learners:
             job = self._job
-            data = peer_data(
-                self._arena.arrays, self._plan, i, scale=job.scale, classes=job.classes
-            )
+            data = peer_data(self._arena.arrays, i, scale=job.scale, classes=job.classes)
             if self._plan.model in estimator_learner.KINDS:
                 learner: Learner = estimator_learner.EstimatorLearner(
                     self._plan.model, data, self._plan, i

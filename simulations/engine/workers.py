@@ -87,7 +87,7 @@ class Engine:
         self._arena = Arena(lay_out(fields))
         shares.fill(self._arena.arrays, channels_last=channels_last)
         self._arena["initial"][0] = initial
-        self.samples: list[int] = self._arena["counts"].tolist()
+        self.samples: list[int] = self._arena["train_counts"].tolist()
         self.sketches, self.norms = self._arena["sketches"], self._arena["norms"]
 
         if workers is None:

@@ -125,14 +125,15 @@ def test_uneven_data_dropout_and_batch_norm(name: str, monkeypatch: pytest.Monke
     """Clients with other numbers of samples, and of batches, train side by side."""
     from peer.learning import partition
 
-    deal = partition.train_indices
+    dealt = partition.share
     lengths = [70, 41, 63, 8, 70, 40, 41, 22]
 
-    def uneven(y: Any, plan: Plan, index: int) -> Any:
-        return deal(y, plan, index)[: lengths[index]]
+    def uneven(dataset: Any, plan: Plan, index: int) -> Any:
+        train, test = dealt(dataset, plan, index)
+        return train[: lengths[index]], test[: 300 - 10 * (index // 3)]
 
-    monkeypatch.setattr(partition, "train_indices", uneven)
-    monkeypatch.setattr("simulations.engine.shares.train_indices", uneven)
+    monkeypatch.setattr(partition, "share", uneven)
+    monkeypatch.setattr("simulations.engine.shares.share", uneven)
     plan = make_plan(model="custom", training={"epochs": 2})
     path = f"{__name__}:{name}"
     with Engine(plan, model=path, workers=HERE) as engine:
@@ -229,7 +230,8 @@ def test_the_laboratory_is_the_population(method: str, pair: Engine) -> None:
             {"matching": {"evidence": "exact", "alpha": 0.3}, "network": {"precision": "bfloat16"}},
         ),
         ("pens", {"network": {"precision": "float16"}}),
-        ("random", {"matching": {"weighting": "samples"}}),
+        ("random", {"matching": {"weighting": "samples"}, "partition": {"skew": "quantity"}}),
+        ("panm-grad", {"partition": {"skew": "dirichlet", "concentration": 0.5}}),
     ],
 )
 def test_other_plans_in_this_process(method: str, changes: dict[str, Any]) -> None:
