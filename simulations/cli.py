@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from peer.command import run_command
-from peer.errors import FederationError
+from peer.errors import FederationError, UserError
+from peer.learning.local_import import import_module
 from peer.plan import Plan
 
 FAILED = 1
@@ -29,7 +30,31 @@ class Backend(StrEnum):
     """What a plan is run by."""
 
     PROCESSES = "processes"
+    LABORATORY = "laboratory"
     ONE_PROCESS = "one-process"
+
+
+class Device(StrEnum):
+    """Where the laboratory computes."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+PlanFile = Annotated[Path, typer.Argument(help="Plan file.")]
+DataSpec = Annotated[
+    str | None,
+    typer.Option(help="Data to deal to the peers, instead of the plan's.", metavar="SPEC"),
+]
+Exact = Annotated[
+    bool,
+    typer.Option("--exact", help="Train one peer at a time: bit by bit as live peers, slower."),
+]
+OnDevice = Annotated[Device, typer.Option(help="Where to compute.")]
+Modules = Annotated[
+    list[str] | None,
+    typer.Option("--import", help="Module with methods of your own; repeatable.", metavar="MODULE"),
+]
 
 
 def main() -> None:
@@ -65,28 +90,135 @@ def demo(
 
 @app.command()
 def run(
-    plan: Annotated[Path, typer.Argument(help="Plan file.")],
+    plan: PlanFile,
     *,
     method: Annotated[str | None, typer.Option(help="Method, instead of the plan's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed, instead of the plan's.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds, instead of the plan's.")] = None,
     peers: Annotated[int | None, typer.Option(help="Peers, instead of the plan's n.")] = None,
     backend: Annotated[
-        Backend, typer.Option(help="Real processes, or the one-process reference.")
-    ] = Backend.PROCESSES,
+        Backend | None,
+        typer.Option(
+            help="Real processes (for methods of peers among themselves, if not given), the "
+            "laboratory, or its one-process reference."
+        ),
+    ] = None,
+    data: DataSpec = None,
+    exact: Exact = False,
+    device: OnDevice = Device.CPU,
+    modules: Modules = None,
     out: Annotated[
         Path | None, typer.Option(help="Run directory; runs/NAME-METHOD if not given.")
     ] = None,
 ) -> None:
     """Run a plan on this machine, and draw it."""
+    from peer.matching.registry import CENTRAL
     from simulations.report import write_report
-    from simulations.runs import changed, run_population, run_processes
+    from simulations.runs import (
+        Equipment,
+        PopulationMaker,
+        changed,
+        run_population,
+        run_processes,
+    )
 
-    chosen = changed(Plan.load(plan), method=method, seed=seed, rounds=rounds, n=peers)
+    import_methods(modules)
+    changes = {"method": method, "seed": seed, "rounds": rounds, "n": peers}
+    chosen = changed(Plan.load(plan), changes)
     target = out or Path("runs") / f"{chosen.name}-{chosen.method}"
-    runner = run_processes if backend is Backend.PROCESSES else run_population
-    print(json.dumps(runner(chosen, target), indent=2))
+    in_laboratory = exact or data is not None or bool(modules) or device is not Device.CPU
+    if backend is None and (in_laboratory or chosen.method in CENTRAL):
+        backend = Backend.LABORATORY
+    if backend in (None, Backend.PROCESSES):
+        if in_laboratory:
+            raise UserError("--exact, --data, --import and --device are for the laboratory")
+        summary = run_processes(chosen, target)
+    else:
+        reference = backend is Backend.ONE_PROCESS
+        with PopulationMaker(Equipment(reference, exact, device.value, data)) as maker:
+            summary = run_population(chosen, target, maker=maker)
+    print(json.dumps(summary, indent=2))
     print(f"Pictures: {write_report(target)[0].parent}/")
+
+
+@app.command()
+def compare(
+    plan: PlanFile,
+    *,
+    methods: Annotated[
+        str, typer.Option(help="Methods, separated by commas.")
+    ] = "local,random,oracle,pens,panm-loss,panm-grad",
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
+    variations: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="A key of the plan and its values, as matching.l=6,10; repeatable.",
+            metavar="KEY=V1,V2",
+        ),
+    ] = None,
+    data: DataSpec = None,
+    exact: Exact = False,
+    device: OnDevice = Device.CPU,
+    modules: Modules = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of all runs; runs/NAME-compare if not given.")
+    ] = None,
+) -> None:
+    """Run methods x seeds x settings, and put them in one table. The same command goes on."""
+    from simulations.compare import compare as run_comparison
+    from simulations.compare import parse_seeds
+    from simulations.runs import Equipment
+
+    import_methods(modules)
+    chosen = Plan.load(plan)
+    run_comparison(
+        chosen,
+        [name.strip() for name in methods.split(",") if name.strip()],
+        parse_seeds(seeds),
+        variations or [],
+        out or Path("runs") / f"{chosen.name}-compare",
+        equipment=Equipment(False, exact, device.value, data),
+    )
+
+
+@app.command()
+def paper(
+    table: Annotated[str | None, typer.Argument(help="Table or figure; see --list.")] = None,
+    *,
+    full: Annotated[bool, typer.Option("--full", help="The paper's size: many hours.")] = False,
+    show: Annotated[bool, typer.Option("--list", help="Say which tables there are.")] = False,
+    seeds: Annotated[str | None, typer.Option(help="Seeds, separated by commas.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="A key of the plan and its value in all runs.", metavar="KEY=VALUE"
+        ),
+    ] = None,
+    exact: Exact = False,
+    device: OnDevice = Device.CPU,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of all runs; runs/paper-TABLE if not given.")
+    ] = None,
+) -> None:
+    """Make a table or figure of the PANM paper, and say which of its claims were seen."""
+    from simulations.compare import parse_seeds
+    from simulations.paper import run_paper, table_names
+    from simulations.runs import Equipment
+
+    if show or table is None:
+        for name, title, runs in table_names():
+            print(f"{name:<11} {runs:>3} runs  {title}")
+        return
+    size = "-full" if full else ""
+    run_paper(
+        table,
+        out or Path("runs") / f"paper-{table}{size}",
+        full=full,
+        seeds=None if seeds is None else parse_seeds(seeds),
+        overrides=overrides or [],
+        equipment=Equipment(False, exact, device.value),
+    )
 
 
 @app.command()
@@ -103,6 +235,12 @@ def report(
 
     for picture in write_report(locate(runs, out)):
         print(picture)
+
+
+def import_methods(modules: list[str] | None) -> None:
+    """Import modules that register methods. Raises UserError when one cannot be imported."""
+    for name in modules or []:
+        import_module(name, "--import")
 
 
 def _has_screen() -> bool:

@@ -39,7 +39,7 @@ def run_demo(
     Raises UserError for numbers that make no plan, FederationError when a process fails.
     """
     console = console or Console(highlight=False)
-    plan = changed(demo_plan(), n=peers, rounds=rounds, seed=seed)
+    plan = changed(demo_plan(), {"n": peers, "rounds": rounds, "seed": seed})
     clusters = plan.partition.clusters
     console.print(
         f"[bold]1[/] Deal handwritten digits to {plan.n} peers in {clusters} hidden clusters: "

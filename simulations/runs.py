@@ -1,20 +1,24 @@
-"""A plan run on this machine into a run directory: by real processes, or by the one-process
-reference."""
+"""A plan run on this machine into a run directory: by real processes, or in the laboratory."""
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from pydantic import ValidationError
 
 from peer.display import FederationView
 from peer.errors import UserError
-from peer.plan import Plan, describe
+from peer.matching.registry import CENTRAL
+from peer.plan import CentralPlan, MatchingPlan, Plan, describe
 from peer.rundir import (
     COMPARISON,
     PLAN,
@@ -24,10 +28,12 @@ from peer.rundir import (
     summarise,
     write_json,
 )
+from simulations.central import CentralPopulation, EngineCrew, LearnerCrew
+from simulations.population import Row
 from simulations.processes import Federation
 
 if TYPE_CHECKING:
-    from peer.learning.learner import Learner
+    from simulations.engine.workers import Engine
 
 PROCESSES = "processes"
 START_SECONDS = 120.0
@@ -38,13 +44,21 @@ Progress = Callable[[str, int], None]
 """Told the method and the round that has just ended."""
 
 
-def changed(plan: Plan, **changes: Any) -> Plan:
-    """Return `plan` with other top-level values, where those given are not None, validated anew.
+def changed(plan: Plan, changes: Mapping[str, Any]) -> Plan:
+    """Return `plan` with other values of dotted keys (matching.k), validated anew.
 
-    Raises UserError when the result is not a plan.
+    A key whose value is None stays as it is. Raises UserError when the result is not a plan.
     """
     table = plan.model_dump(exclude_none=True)
-    table |= {key: value for key, value in changes.items() if value is not None}
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        part = table
+        for name in path:
+            part = part.setdefault(name, {})
+            if not isinstance(part, dict):
+                raise UserError(f"{key}: {name} is no table of the plan")
+        if value is not None:
+            part[last] = value
     try:
         return Plan.model_validate(table)
     except ValidationError as error:
@@ -75,19 +89,147 @@ def run_processes(plan: Plan, out: Path, *, peers: int | None = None) -> dict[st
     return federation.collect(out)
 
 
-def run_population(plan: Plan, out: Path, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Run `plan` by the one-process reference; return the summary of the run in `out`."""
+@dataclass(frozen=True)
+class Equipment:
+    """What populations are computed with; nothing of it is in their plans.
+
+    `reference`: one learner after another in this process. Else the engine works, on `device`;
+    `exact`: it trains one peer at a time as a device does, so that the results are bit by bit those
+    of live peers in lockstep. `data` is a spec of what is dealt to the peers instead of the plan's.
+    """
+
+    reference: bool = False
+    exact: bool = False
+    device: str = "cpu"
+    data: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What tells results apart that other equipment computed; empty for the usual one."""
+        parts = {"exact": self.exact or self.reference, self.device: self.device != "cpu"}
+        names = [name for name, holds in parts.items() if holds]
+        if self.data is not None:
+            names.append(hashlib.sha256(self.data.encode()).hexdigest()[:8])
+        return "-".join(names)
+
+
+class Rounds(Protocol):
+    """A population, whatever computes it."""
+
+    def run(self, *, evaluate_every: int = 1) -> Iterator[list[Row]]:
+        """Yield the rows of every round, by index."""
+        ...
+
+
+class PopulationMaker:
+    """Makes populations of plans, one at a time, and keeps the engine for the next if it fits.
+
+    An engine takes seconds to start and to load its data; plans that differ in nothing but their
+    method and its numbers share one. Close it, or use it in a `with`.
+    """
+
+    def __init__(self, equipment: Equipment = Equipment()) -> None:
+        self.equipment = equipment
+        self._engine: Engine | None = None
+        self._serves = ""
+
+    def make(self, plan: Plan) -> Rounds:
+        """Return the population of a plan; that of an earlier call is of no use any more.
+
+        Raises UserError for a method, model, data or device that cannot be used.
+        """
+        central = plan.method in CENTRAL
+        if self.equipment.reference or not _engine_deals(plan):
+            from simulations.population import Population, make_learners
+
+            learners = make_learners(plan, data=self.equipment.data)
+            if not central:
+                return Population(plan, plan.method, learners=learners)
+            return CentralPopulation(plan, plan.method, LearnerCrew(learners))
+        from simulations.engine.laboratory import Laboratory
+
+        engine = self._engine_for(plan)
+        if central:
+            return CentralPopulation(plan, plan.method, EngineCrew(engine))
+        return Laboratory(plan, plan.method, exact=self.equipment.exact, engine=engine)
+
+    def close(self) -> None:
+        """End the engine, if there is one."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _engine_for(self, plan: Plan) -> Engine:
+        from simulations.engine.workers import Engine
+
+        matching = {
+            "loss_samples": plan.matching.loss_samples,
+            "sketch_buckets": plan.matching.sketch_buckets,
+        }
+        common = plan.model_copy(
+            update={
+                "method": "local",
+                "rounds": 1,
+                "matching": MatchingPlan.model_validate(matching),
+                "central": CentralPlan(),
+            }
+        )
+        if self._engine is None or self._serves != common.digest:
+            self.close()
+            self._engine = Engine(
+                common,
+                data=self.equipment.data,
+                exact=self.equipment.exact,
+                device=self.equipment.device,
+            )
+            self._serves = common.digest
+        return self._engine
+
+
+def _engine_deals(plan: Plan) -> bool:
+    """Tell whether the engine's shared tables can hold the plan's data.
+
+    They have one test pool for all peers, which groups and skewed labels do not.
+    """
+    return plan.partition.kind != "natural" and plan.partition.skew != "dirichlet"
+
+
+def run_population(
+    plan: Plan,
+    out: Path,
+    *,
+    maker: PopulationMaker | None = None,
+    evaluate_every: int = 1,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Run `plan` by the engine, or by what `maker` makes; return the summary of the run in `out`.
+
+    An earlier run in `out` is replaced; a `maker` that is given stays open.
+    The summary says in `bytes_moved` how much of models and evidence was carried, each byte once.
+    """
     clear_run(out)
     began = time.monotonic()
-    with RunWriter(out, plan) as writer:
-        received = 0
-        for rows in population_rounds(plan):
+    own = PopulationMaker() if maker is None else nullcontext(maker)
+    with own as making, RunWriter(out, plan) as writer:
+        last: list[MetricRow] = []
+        for rows in _metric_rows(making.make(plan).run(evaluate_every=evaluate_every), plan.n):
             for metric, topology in rows:
                 writer.append(metric, topology)
-            received = sum(metric.payload_received for metric, _ in rows)
+            last = [metric for metric, _ in rows]
             if progress is not None:
-                progress(plan.method, rows[0][0].t)
-        return writer.write_summary(wall_s=time.monotonic() - began, extra={"bytes_sent": received})
+                progress(plan.method, last[0].t)
+        return writer.write_summary(wall_s=time.monotonic() - began, extra=_traffic(plan, last))
 
 
 def compare(
@@ -97,7 +239,7 @@ def compare(
 
     Returns {method: its summary, with `curve`: [t, mean accuracy] of every round}.
     """
-    from simulations.population import make_learners
+    from simulations.population import Population, make_learners
 
     learners = make_learners(plan)
     comparison = {}
@@ -106,42 +248,53 @@ def compare(
         metrics: list[MetricRow] = []
         choices: list[TopologyRow] = []
         curve: list[tuple[int, float]] = []
-        variant = changed(plan, method=method)
-        for rows in population_rounds(variant, learners):
+        variant = changed(plan, {"method": method})
+        population = Population(variant, method, learners=learners)
+        for rows in _metric_rows(population.run(), plan.n):
             metrics += [metric for metric, _ in rows]
             choices = [topology for _, topology in rows]
             t = rows[0][0].t
             curve.append((t, fmean(metric.accuracy or 0.0 for metric, _ in rows)))
             if progress is not None:
                 progress(method, t)
-        summary = summarise(variant, metrics, choices, wall_s=time.monotonic() - began)
-        summary["bytes_sent"] = summary["bytes_received"]
+        extra = _traffic(variant, [metric for metric, _ in rows])
+        summary = summarise(variant, metrics, choices, wall_s=time.monotonic() - began, extra=extra)
         comparison[method] = {**summary, "curve": curve}
     write_json(out / COMPARISON, comparison)
     return comparison
 
 
-def population_rounds(
-    plan: Plan, learners: Sequence[Learner] | None = None
+def _metric_rows(
+    rounds: Iterable[list[Row]], n: int
 ) -> Iterator[list[tuple[MetricRow, TopologyRow]]]:
-    """Yield the rows of every round of the one-process reference, by index.
-
-    It tells only of what is received; nothing is lost on its way, so as much is sent in all.
-    """
-    from simulations.population import Population
-
-    received = [0] * plan.n
-    for rows in Population(plan, plan.method, learners=learners).run():
+    """Yield the rows of every round of a population, by index, their bytes summed up."""
+    received, sent = [0] * n, [0] * n
+    for rows in rounds:
         pairs = []
         for row in rows:
-            received[row["index"]] += row["payload_received"]
+            index = row["index"]
+            received[index] += row["payload_received"]
+            sent[index] += row.get("payload_sent", 0)
             metric = MetricRow.model_validate(
                 {
                     **row,
                     "bag_size": len(row["bag"]),
-                    "payload_received": received[row["index"]],
+                    "payload_received": received[index],
+                    "payload_sent": sent[index],
                     "time": time.time(),
                 }
             )
             pairs.append((metric, TopologyRow.model_validate(row)))
         yield pairs
+
+
+def _traffic(plan: Plan, last: Sequence[MetricRow]) -> dict[str, int]:
+    """Return the byte counts that a population's rows do not sum up to by themselves.
+
+    Peers among themselves tell of what they received only: nothing is lost, so as much was sent.
+    """
+    received = sum(metric.payload_received for metric in last)
+    if plan.method not in CENTRAL:
+        return {"bytes_sent": received, "bytes_moved": received}
+    sent = sum(metric.payload_sent for metric in last)
+    return {"bytes_sent": sent, "bytes_moved": sent + received}

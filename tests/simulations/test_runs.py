@@ -64,9 +64,17 @@ def test_a_comparison_has_a_summary_and_a_curve_of_each_method(tmp_path: Path) -
 
 
 def test_a_changed_plan_is_checked_again() -> None:
-    assert changed(PLAN, n=6, seed=None) == PLAN.model_copy(update={"n": 6})
-    with pytest.raises(UserError, match="n: "):
-        changed(PLAN, n=1)
+    assert changed(PLAN, {"n": 6, "seed": None}) == PLAN.model_copy(update={"n": 6})
+    assert changed(PLAN, {"matching.l": 3}).matching.l == 3
+    assert PLAN.matching.l == 2
+    for key, message in (
+        ("n", "n: "),
+        ("matching.x", r"unknown key matching\.x"),
+        ("partition.clusters", "rotation knows clusters"),
+        ("n.m", "n is no table"),
+    ):
+        with pytest.raises(UserError, match=message):
+            changed(PLAN, {key: 1 if key == "n" else 3})
 
 
 def test_only_runs_are_cleared_away(tmp_path: Path) -> None:
@@ -96,7 +104,7 @@ def test_the_command_runs_a_plan_in_one_process_and_draws_it(tmp_path: Path) -> 
         "--seed", "3", "--out", str(out),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert read_plan(out) == changed(PLAN, method="random", seed=3)
+    assert read_plan(out) == changed(PLAN, {"method": "random", "seed": 3})
     assert (out / "plots" / "accuracy.svg").exists()
     again = simulate("report", str(out))
     assert str(out / "plots" / "topology.png") in again.stdout.splitlines()

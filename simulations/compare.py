@@ -1,0 +1,95 @@
+"""`simulate compare`: methods x seeds x settings of a plan, in one table."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from peer.errors import UserError
+from peer.plan import Plan
+from simulations.figures import save
+from simulations.runs import Equipment
+from simulations.study import Line, Setting, Study, Variant, check_methods, run_study
+from simulations.study import parse_variation as parse
+from simulations.tables import study_figure, study_table, write_csv
+
+WIDTH = 120
+"""Columns of a table that is not written to a terminal."""
+
+
+def make_console() -> Console:
+    """Return a console that is wide enough for a table wherever it goes."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+def compare(
+    plan: Plan,
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    variations: Sequence[str],
+    out: Path,
+    *,
+    equipment: Equipment,
+) -> list[Line]:
+    """Run what is not finished, print the table, and write it into `out` as CSV and picture.
+
+    `variations` are texts KEY=V1,V2; every combination of their values is a setting. Raises
+    UserError before anything runs when one of them, or a method, cannot be used.
+    """
+    check_methods(methods)
+    study = Study(
+        base=plan,
+        settings=_settings(variations),
+        variants=[Variant(name, name) for name in dict.fromkeys(methods)],
+        seeds=list(dict.fromkeys(seeds)),
+    )
+    console = make_console()
+    lines = run_study(study, out, equipment=equipment, console=console)
+    console.print(study_table(lines))
+    table = write_csv(lines, out / "comparison.csv")
+    note = (
+        f"{plan.data} · {plan.partition.label} · {plan.model} · n={plan.n} · {plan.rounds} rounds"
+    )
+    pictures = save(study_figure(lines, plan.name, note), out / "comparison")
+    console.print(f"{table}  {pictures[0]}")
+    return lines
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Return the numbers of 0,1,2. Raises UserError."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise UserError(f"{text!r} are no seeds", "write, say, --seeds 0,1,2")
+    return [int(part) for part in parts]
+
+
+def _settings(variations: Sequence[str]) -> list[Setting]:
+    """Return every combination of the values of all keys; keys with one value are no labels."""
+    values = [parse(text) for text in variations]
+    keys = [choices[0][0] for choices in values]
+    if len(set(keys)) < len(keys):
+        raise UserError("a key is set twice", "write its values as --set KEY=V1,V2")
+    return [
+        Setting(
+            labels={
+                key: text
+                for (key, text, _), choices in zip(chosen, values, strict=True)
+                if len(choices) > 1
+            },
+            changes={key: value for key, _, value in chosen},
+        )
+        for chosen in itertools.product(*values)
+    ]
+
+
+def parse_single(text: str) -> tuple[str, Any]:
+    """Return the key and the value of KEY=VALUE. Raises UserError when there are several values."""
+    values = parse(text)
+    if len(values) > 1:
+        raise UserError(f"{values[0][0]} has several values here", "give one: --set KEY=VALUE")
+    return values[0][0], values[0][2]

@@ -1,0 +1,311 @@
+"""Studies: methods x seeds x settings, each a run directory of its own, and what they come to.
+
+A study can be ended at any moment and goes on where it was: a cell is finished when its directory
+has a summary, and is named after the digest of its plan. Plans are brought to the form in which
+equal runs have equal digests, so that no run is made twice: `local` does not ask for l or k.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from peer.errors import UserError
+from peer.matching.registry import CENTRAL, method_names
+from peer.plan import CentralPlan, MatchingPlan, Plan
+from peer.rundir import SUMMARY, final_rows, read_json, read_metrics, read_plan
+from simulations.runs import Equipment, PopulationMaker, changed, run_population
+
+CELLS = "cells"
+BASELINE = "local"
+MAX_CELLS = 10_000
+
+_NONE: frozenset[str] = frozenset()
+_MIX = frozenset({"k", "weighting"})
+_SEARCH = _MIX | {"l", "t1"}
+_ASKS_FOR = {
+    "local": (_NONE, _NONE),
+    "random": (_MIX, _NONE),
+    "fixed": (_MIX, _NONE),
+    "oracle": (_MIX, _NONE),
+    "pens": (_SEARCH | {"loss_samples"}, _NONE),
+    "panm-loss": (_SEARCH | {"loss_samples", "tau"}, _NONE),
+    "panm-grad": (_SEARCH | {"alpha", "evidence", "sketch_buckets", "tau"}, _NONE),
+    "fedavg": (frozenset({"weighting"}), frozenset({"fraction"})),
+    "ifca": (
+        frozenset({"weighting", "loss_samples"}),
+        frozenset({"fraction", "clusters", "redraws"}),
+    ),
+}
+"""The keys of [matching] and [central] that a method asks for; others may ask for all."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method as a study compares it: its name there, and what it changes in the plan.
+
+    `changes` maps dotted keys of the plan (matching.k) to values.
+    """
+
+    name: str
+    method: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all methods of a group of runs share: how tables call it, and what it changes."""
+
+    labels: Mapping[str, str]
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a study."""
+
+    setting: Setting
+    variant: Variant
+    seed: int
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Study:
+    """Every variant in every setting with every seed, beside the plan they have in common."""
+
+    base: Plan
+    settings: Sequence[Setting]
+    variants: Sequence[Variant]
+    seeds: Sequence[int]
+
+    @cached_property
+    def cells(self) -> list[Cell]:
+        """All runs, those that can share an engine side by side.
+
+        Raises UserError for changes that make no plan, and for more than MAX_CELLS runs.
+        """
+        count = len(self.settings) * len(self.variants) * len(self.seeds)
+        if count > MAX_CELLS:
+            raise UserError(f"{count} runs are more than {MAX_CELLS}", "vary fewer values at once")
+        return [
+            Cell(setting, variant, seed, self._plan(setting, variant, seed))
+            for setting in self.settings
+            for seed in self.seeds
+            for variant in self.variants
+        ]
+
+    def _plan(self, setting: Setting, variant: Variant, seed: int) -> Plan:
+        changes = {**setting.changes, **variant.changes, "method": variant.method, "seed": seed}
+        return canonical(changed(self.base, changes))
+
+
+def canonical(plan: Plan) -> Plan:
+    """Return the plan with the keys that its method does not ask for at their defaults."""
+    if plan.method not in _ASKS_FOR:
+        return plan
+    matching, central = _ASKS_FOR[plan.method]
+    update = {
+        "matching": MatchingPlan.model_validate(plan.matching.model_dump(include=set(matching))),
+        "central": CentralPlan.model_validate(plan.central.model_dump(include=set(central))),
+    }
+    return plan.model_copy(update=update)
+
+
+def parse_variation(text: str) -> list[tuple[str, str, Any]]:
+    """Return (key, text, value) of each value of KEY=V1,V2; values are as TOML has them.
+
+    What is no TOML value is a text: partition.kind=rotation needs no quotes. Raises UserError.
+    """
+    key, equals, values = text.partition("=")
+    key = key.strip()
+    if not equals or not key or not values.strip():
+        raise UserError(f"cannot read {text!r}", "write --set KEY=VALUE or --set KEY=V1,V2")
+    if key in ("method", "seed"):
+        raise UserError(f"{key} is not set by --set", f"use --{key}s")
+    parts = [part.strip() for part in values.split(",") if part.strip()]
+    return [(key, part, _toml_value(part)) for part in parts]
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        return text
+
+
+def check_methods(names: Sequence[str]) -> None:
+    """Raise UserError unless every name is a method that can be run here."""
+    known = [*method_names(), *CENTRAL]
+    for name in names:
+        if name not in known:
+            raise UserError(f"there is no method {name}", f"choose of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a variant came to in a setting: figures over its seeds, None where there are none.
+
+    Accuracies are shares in [0, 1]. `accuracy_sd` is the sample standard deviation over seeds,
+    `accuracy_worst` the least of any peer with any seed, `below_local` the mean number of peers
+    that do worse than by themselves with the same seed; `bytes_moved` and `seconds` are a run's.
+    """
+
+    labels: Mapping[str, str]
+    variant: str
+    seeds: int
+    accuracy_mean: float | None
+    accuracy_sd: float | None
+    accuracy_worst: float | None
+    below_local: float | None
+    precision: float | None
+    recall: float | None
+    clusters_found: float | None
+    bytes_moved: float
+    seconds: float
+    runs: tuple[Path, ...]
+
+    @property
+    def figures(self) -> dict[str, float | int | None]:
+        """The figures by name, in the order of a table's columns."""
+        skipped = ("labels", "variant", "runs")
+        return {name: value for name, value in vars(self).items() if name not in skipped}
+
+
+def run_study(
+    study: Study,
+    out: Path,
+    *,
+    equipment: Equipment,
+    console: Console | None = None,
+) -> list[Line]:
+    """Run what is not finished of a study in `out`, and return its lines, by setting and variant.
+
+    `local` is run in every setting too, to compare each peer with. On a terminal it shows its
+    progress and the time left. Raises UserError for what cannot be run.
+    """
+    where = {cell.plan.digest: cell.plan for cell in study.cells}
+    where |= {plan.digest: plan for plan in map(_baseline, study.cells)}
+    pending = [
+        plan for plan in where.values() if not _finished(cell_folder(out, plan, equipment), plan)
+    ]
+    _run_pending(pending, out, equipment, console or Console())
+    return [_line(group, out, equipment) for group in _grouped(study)]
+
+
+def cell_folder(out: Path, plan: Plan, equipment: Equipment) -> Path:
+    """Return the run directory of a plan in the study that is kept in `out`."""
+    parts = (plan.method, plan.digest[:12], equipment.label)
+    return out / CELLS / "-".join(part for part in parts if part)
+
+
+def _baseline(cell: Cell) -> Plan:
+    return canonical(cell.plan.model_copy(update={"method": BASELINE}))
+
+
+def _finished(run: Path, plan: Plan) -> bool:
+    return (run / SUMMARY).is_file() and read_plan(run).digest == plan.digest
+
+
+def _run_pending(
+    pending: Sequence[Plan], out: Path, equipment: Equipment, console: Console
+) -> None:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("peer rounds"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=False),
+    )
+    quiet = not console.is_terminal
+    total = sum(plan.rounds * plan.n for plan in pending)
+    # Runs differ in speed: the time left is by the mean of the last hour, not of the last seconds.
+    with (
+        Progress(*columns, console=console, disable=quiet, speed_estimate_period=3600) as progress,
+        PopulationMaker(equipment) as maker,
+    ):
+        task = progress.add_task("", total=total)
+        for number, plan in enumerate(pending, start=1):
+            progress.update(
+                task, description=f"run {number} of {len(pending)}: {plan.method}, seed {plan.seed}"
+            )
+            run_population(
+                plan,
+                cell_folder(out, plan, equipment),
+                maker=maker,
+                evaluate_every=max(1, plan.rounds // 20),
+                progress=_advance(progress, task, plan.n),
+            )
+
+
+def _advance(progress: Progress, task: TaskID, n: int) -> Callable[[str, int], None]:
+    """Return what counts a round of n peers."""
+
+    def advance(_method: str, _t: int) -> None:
+        progress.advance(task, n)
+
+    return advance
+
+
+def _grouped(study: Study) -> Iterator[list[Cell]]:
+    """Yield the cells of each setting and variant, which differ in their seed."""
+    for setting in study.settings:
+        for variant in study.variants:
+            yield [
+                cell for cell in study.cells if cell.setting is setting and cell.variant is variant
+            ]
+
+
+def _line(cells: Sequence[Cell], out: Path, equipment: Equipment) -> Line:
+    runs = [cell_folder(out, cell.plan, equipment) for cell in cells]
+    alone = [cell_folder(out, _baseline(cell), equipment) for cell in cells]
+    summaries = [read_json(run / SUMMARY) for run in runs]
+    accuracies = [_accuracies(run) for run in runs]
+    below = [
+        float(sum(a < b for a, b in zip(own, _accuracies(local), strict=True)))
+        for own, local in zip(accuracies, alone, strict=True)
+    ]
+    means = [summary["accuracy_mean"] for summary in summaries]
+    return Line(
+        labels=cells[0].setting.labels,
+        variant=cells[0].variant.name,
+        seeds=len(cells),
+        accuracy_mean=fmean(means),
+        accuracy_sd=stdev(means) if len(means) > 1 else None,
+        accuracy_worst=min(map(min, accuracies)),
+        below_local=fmean(below),
+        precision=_mean(summaries, "precision"),
+        recall=_mean(summaries, "recall"),
+        clusters_found=_mean(summaries, "clusters_found"),
+        bytes_moved=fmean(summary["bytes_moved"] for summary in summaries),
+        seconds=fmean(summary["wall_s"] for summary in summaries),
+        runs=tuple(runs),
+    )
+
+
+def _accuracies(run: Path) -> list[float]:
+    """Return every peer's accuracy after its last round, by index."""
+    return [row.accuracy or 0.0 for row in final_rows(read_metrics(run))]
+
+
+def _mean(summaries: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = [summary[key] for summary in summaries if summary[key] is not None]
+    return fmean(values) if values else None
