@@ -236,7 +236,7 @@ class Transport:
                 link = await self._link(address)
                 link.pending[number] = pending
                 link.used = started
-                if await _send(link.socket, [header], timeout):
+                if await _send(link.socket, [header], timeout, until=pending.reply.done):
                     self.traffic.sent(request.kind, len(header), 0)
                 reply, chunks = await pending.reply
         except TimeoutError:
@@ -561,8 +561,15 @@ def _host(frames: Sequence[zmq.Frame]) -> str:
         return "somebody"
 
 
-async def _send(socket: zmq.asyncio.Socket, frames: Sequence[Buffer], patience: float) -> bool:
-    """Hand the frames to ZeroMQ; return False when the receiver or the socket is gone.
+async def _send(
+    socket: zmq.asyncio.Socket,
+    frames: Sequence[Buffer],
+    patience: float,
+    *,
+    until: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Hand the frames to ZeroMQ; return False when the receiver or the socket is gone, or once
+    `until` says that there is no need any more.
 
     Raises TimeoutError when the receiver's queue stays full for `patience` seconds.
     """
@@ -581,6 +588,8 @@ async def _send(socket: zmq.asyncio.Socket, frames: Sequence[Buffer], patience: 
         else:
             return True
         await asyncio.sleep(pause)
+        if until():
+            return False
         pause = min(2 * pause, 0.05)
 
 
