@@ -135,7 +135,7 @@ class Conv2d(Layer):
 
     def __init__(self, layer: nn.Conv2d, weight: _Parameter, bias: _Parameter | None) -> None:
         self._weight, self._bias = weight, bias
-        self._geometry = (list(layer.stride), list(layer.padding), list(layer.dilation))
+        self._geometry: tuple[Any, Any, Any] = (layer.stride, layer.padding, layer.dilation)
         self._groups = layer.groups
 
     @override

@@ -345,8 +345,11 @@ class _Processes(_Crew):
         raise FederationError(f"a worker of the engine failed\n{answer}")
 
     def _lost(self, worker: int) -> Any:
+        try:
+            code: int | None = self._processes[worker].wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            code = None
         self.close()
-        code = self._processes[worker].returncode
         raise FederationError(f"a worker of the engine ended by itself (exit code {code})")
 
 
