@@ -1,0 +1,134 @@
+"""The paper's tables: what they run, what they skip, and how they are read."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from peer.errors import UserError
+from peer.plan import Plan
+from peer.rundir import TopologyRow
+from simulations.paper import TABLES, Claim, _study, reading, run_paper, table_names
+from simulations.purity import purity_rows, share_pure
+from simulations.runs import Equipment
+from simulations.study import Line
+
+REFERENCE = Equipment(reference=True)
+TINY = ["n=8", "matching.l=3", "matching.k=2", "rounds=2", "partition.train_per_peer=20"]
+TINY += ["partition.test_per_peer=20", "matching.t1=2"]
+
+
+def line(method: str, mean: float, **labels: str) -> Line:
+    return Line(
+        labels=labels, variant=method, seeds=1, accuracy_mean=mean, accuracy_sd=None,
+        accuracy_worst=mean, below_local=0.0, precision=None, recall=None, clusters_found=None,
+        bytes_moved=0.0, seconds=0.0, runs=(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("name", TABLES)
+def test_every_table_is_runs_of_valid_plans(name: str, full: bool) -> None:
+    study = _study(TABLES[name], full=full, seeds=None, overrides=())
+    plans = [cell.plan for cell in study.cells]
+    assert len(plans) == len(study.settings) * len(study.variants) * (3 if full else 1)
+    assert {plan.matching.t1 or plan.rounds // 2 for plan in plans} <= {6, 20, 50}
+    labels = {key for setting in study.settings for key in setting.labels} | {"method"}
+    variants = {variant.name for variant in study.variants}
+    for claim in TABLES[name].claims:
+        for group in (claim.better, claim.worse):
+            assert group.keys() <= labels
+            assert group.get("method", next(iter(variants))) in variants
+
+
+def test_the_tables_asked_for_are_there() -> None:
+    names = [name for name, _, _ in table_names()]
+    assert names == ["iii", "iv", "v", "vi", "vii", "train-size", "peers", "cosines"]
+    with pytest.raises(UserError, match="no table viii"):
+        run_paper("viii", Path("out"), equipment=REFERENCE)
+
+
+def test_a_claim_is_seen_partly_seen_or_not() -> None:
+    lines = [
+        line("pens", 0.5, data="x"), line("panm", 0.75, data="x"),
+        line("pens", 0.5, data="y"), line("panm", 0.495, data="y"),
+    ]  # fmt: skip
+    above = Claim("above", {"method": "panm"}, {"method": "pens"})
+    assert reading([above], lines) == ["above: partly seen in 1 of 2 (x +25.0, y -0.5 points)"]
+    near = Claim("near", {"method": "panm"}, {"method": "pens"}, margin=0.01)
+    assert reading([near], lines) == ["near: seen in 2 of 2 (x +25.0, y -0.5 points)"]
+    one = Claim("turn", {"method": "pens", "data": "y"}, {"method": "panm", "data": "x"})
+    assert reading([one], lines) == ["turn: not seen (-25.0 points)"]
+    # What was not run, or has no such figure, is not judged.
+    assert reading([Claim("no", {"method": "ifca"}, {"method": "pens"})], lines) == []
+    assert reading([Claim("no", {"method": "panm"}, {"method": "pens"}, "recall")], lines) == []
+
+
+def write_mnist(folder: Path, train: int = 200, test: int = 40) -> None:
+    """Write made images in MNIST's four files."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for part, m in (("train", train), ("t10k", test)):
+        labels = (np.arange(m) % 10).astype(np.uint8)
+        images = rng.integers(0, 50, size=(m, 28, 28), dtype=np.uint8)
+        images[np.arange(m), labels, :] = 255
+        head = struct.pack(">4I", 0x803, m, 28, 28)
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(head + images.tobytes())
+        head = struct.pack(">2I", 0x801, m)
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(head + labels.tobytes())
+
+
+def test_data_that_are_not_there_leave_out_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PANMESH_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("mnist", "fashion-mnist"):
+        write_mnist(tmp_path / "data" / name)
+    run_paper("iv", tmp_path / "out", overrides=TINY, equipment=REFERENCE)
+    printed = capsys.readouterr().out
+    assert "left out cifar10: cifar10: no data_batch_1" in printed
+    rows = (tmp_path / "out" / "table.csv").read_text().splitlines()
+    assert [row.split(",")[:2] for row in rows[1:]] == [
+        [data, variant.name]
+        for data in ("mnist", "fashion-mnist")
+        for variant in TABLES["iv"].variants
+    ]
+    assert (tmp_path / "out" / "table.png").exists()
+    text = (tmp_path / "out" / "reading.txt").read_text()
+    assert "Random improves on local training: " in text
+    assert all(line in printed for line in text.splitlines())
+
+
+def test_theory_beside_runs(tmp_path: Path) -> None:
+    run_paper("iii", tmp_path, overrides=[*TINY, "data=digits"], equipment=REFERENCE)
+    rows = (tmp_path / "table.csv").read_text().splitlines()
+    assert rows[0] == 'clusters,round,"PENS, theory","NSMC, theory",pens,panm-loss,panm-grad'
+    # n = 8, a = 2: a list of two can never be all true, nor with chance; a = 4: it can.
+    assert rows[1].startswith("4,1,0.000,0.000,0.000")
+    (row,) = [row for row in rows if row.startswith("2,1,")]
+    # Of three candidates of 7, 3 of them true, two at least are: (3 * 4 + 1) / 35.
+    assert row.split(",")[2:4] == ["0.371", "0.371"]
+
+
+def test_pure_are_those_whose_whole_list_is_true() -> None:
+    plan = Plan.model_validate(
+        {
+            "n": 4,
+            "rounds": 2,
+            "matching": {"k": 1, "t1": 1},
+            "partition": {"kind": "rotation", "clusters": 2},
+        }
+    )
+    rows = [
+        TopologyRow(t=t, index=i, neighbours=neighbours)
+        for t, i, neighbours in (
+            (1, 0, [2]), (1, 1, [2]), (1, 2, []), (1, 3, [1]), (2, 0, [2]), (2, 1, [3]),
+            (2, 2, [0]), (2, 3, [0]),
+        )
+    ]  # fmt: skip
+    assert share_pure(plan, rows) == [0.5, 0.75]
+    assert purity_rows([]) == []
