@@ -117,6 +117,61 @@ class CentralPlan(_Table):
     )
 
 
+class CflPlan(_Table):
+    """When CFL splits a cluster, in the paper's symbols, and whether updates are permuted."""
+
+    rule: Literal["contrast", "paper"] = Field(
+        default="contrast",
+        description="what makes a cut sound: cosines inside its halves against those across, "
+        "or the paper's gate alone",
+    )
+    eps1: float | None = Field(
+        default=None,
+        gt=0,
+        description="the mean update is small below it; 0.6 (contrast) or 0.1 (paper) of the "
+        "largest seen if not given",
+    )
+    eps2: float | None = Field(
+        default=None,
+        gt=0,
+        description="a member's update is large above it; 0.1 (contrast) or 0.3 (paper) of the "
+        "largest mean seen if not given",
+    )
+    scale: Literal["relative", "absolute"] = Field(
+        default="relative",
+        description="whether eps1 and eps2 are shares of the largest mean update seen",
+    )
+    gamma: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="gamma_max, the members' largest relative error, for the gate (paper); "
+        "estimated from the cosines if not given",
+    )
+    level: float = Field(
+        default=1e-6,
+        gt=0,
+        lt=1,
+        description="largest chance of a contrast where all is one cluster (contrast)",
+    )
+    patience: int = Field(
+        default=3, ge=1, le=1000, description="rounds that must find the same cut (contrast)"
+    )
+    min_half: int = Field(
+        default=2, ge=2, le=MAX_PEERS, description="members of the smaller half (contrast)"
+    )
+    permute: bool = Field(
+        default=False,
+        description="peers permute their updates by a secret that the coordinator does not have",
+    )
+
+    @model_validator(mode="after")
+    def _scaled(self) -> Self:
+        if self.scale == "absolute" and (self.eps1 is None or self.eps2 is None):
+            raise ValueError("scale = absolute needs both eps1 and eps2")
+        return self
+
+
 class TrainingPlan(_Table):
     """Local training: momentum SGD, a fresh optimiser every round."""
 
@@ -195,6 +250,7 @@ class Plan(_Table):
     matching: MatchingPlan = MatchingPlan()
     partition: PartitionPlan = PartitionPlan()
     central: CentralPlan = CentralPlan()
+    cfl: CflPlan = CflPlan()
     training: TrainingPlan = TrainingPlan()
     network: NetworkPlan = NetworkPlan()
 

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from peer.plan import CentralPlan, MatchingPlan, NetworkPlan, PartitionPlan, Plan, TrainingPlan
+from peer.plan import (
+    CentralPlan,
+    CflPlan,
+    MatchingPlan,
+    NetworkPlan,
+    PartitionPlan,
+    Plan,
+    TrainingPlan,
+)
 from peer.settings import PeerSettings
 
 ROOT = Path(__file__).parents[1]
@@ -29,14 +37,17 @@ def documented(page: str, start: str, end: str) -> set[str]:
         ("plans.md", "## The federation", "### Methods", Plan),
         ("plans.md", "## `[matching]`", "## `[partition]`", MatchingPlan),
         ("plans.md", "## `[partition]`", "## `[central]`", PartitionPlan),
-        ("plans.md", "## `[central]`", "## `[training]`", CentralPlan),
+        ("plans.md", "## `[central]`", "## `[cfl]`", CentralPlan),
+        ("plans.md", "## `[cfl]`", "## `[training]`", CflPlan),
         ("plans.md", "## `[training]`", "## `[network]`", TrainingPlan),
         ("plans.md", "## `[network]`", "", NetworkPlan),
         ("peers.md", "## Settings", "## ", PeerSettings),
     ],
 )
 def test_every_key_is_documented(page: str, start: str, end: str, model: type[BaseModel]) -> None:
-    tables = {"matching", "partition", "central", "training", "network"} if model is Plan else set()
+    tables = {"matching", "partition", "central", "cfl", "training", "network"}
     if page == "peers.md":
         end = "## State"
-    assert documented(page, start, end) == set(model.model_fields) - tables
+    assert documented(page, start, end) == set(model.model_fields) - (
+        tables if model is Plan else set()
+    )

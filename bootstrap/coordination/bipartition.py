@@ -77,9 +77,9 @@ def cosines(products: Matrix) -> Matrix:
     """
     norms = np.sqrt(np.diag(products))
     scale = np.outer(norms, norms)
-    alpha = np.divide(products, scale, out=np.zeros_like(products), where=scale > 0)
+    alpha: Matrix = np.divide(products, scale, out=np.zeros_like(products), where=scale > 0)
     np.fill_diagonal(alpha, 1.0)
-    return alpha.clip(-1, 1)
+    return np.clip(alpha, -1, 1, out=alpha)
 
 
 def bipartition(alpha: Matrix) -> Cut:

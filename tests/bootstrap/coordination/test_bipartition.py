@@ -129,9 +129,9 @@ def test_contrast_is_students_t_of_the_half_that_says_less() -> None:
     alpha = random_alpha(np.random.default_rng(3), 7)
     cut = Cut((0, 2, 4), (1, 3, 5, 6), 0.0)
     found = contrast(alpha, cut)
-    groups = [
-        np.array([alpha[i, j] for i in half for j in half if i < j]) for half in cut[:2]
-    ] + [np.array([alpha[i, j] for i in cut.first for j in cut.second])]
+    groups = [np.array([alpha[i, j] for i in half for j in half if i < j]) for half in cut[:2]] + [
+        np.array([alpha[i, j] for i in cut.first for j in cut.second])
+    ]
     variance = sum(((g - g.mean()) ** 2).sum() for g in groups) / (21 - 3)
     ts = [
         (g.mean() - groups[2].mean()) / math.sqrt(variance * (1 / g.size + 1 / 12))

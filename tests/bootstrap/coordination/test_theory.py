@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from bootstrap.coordination.bipartition import bipartition, cosines, gram
 from bootstrap.coordination.theory import (
     alignment,
     answer,
@@ -35,32 +36,16 @@ def observed(rng: np.random.Generator, true: Vectors, gammas: Vectors) -> Vector
     return true + noise * (gammas * np.linalg.norm(true, axis=1))[..., None]
 
 
-def cosines(vectors: Vectors) -> Vectors:
-    units = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    found: Vectors = units @ units.T
-    return found
-
-
-def best_cross_max(alpha: Vectors) -> float:
-    """The least alpha_cross_max over all bipartitions, one after another."""
-    m = len(alpha)
-    found = math.inf
-    for bits in range(1, 2 ** (m - 1)):
-        half = np.array([bits >> i & 1 for i in range(m)], dtype=bool)
-        found = min(found, float(alpha[np.ix_(half, ~half)].max()))
-    return found
-
-
 @pytest.mark.parametrize("clusters", [2, 3, 4, 5, 6])
 @pytest.mark.parametrize("dimension", [2, 3, 20])
 def test_bounds_hold_on_simulated_gradients(clusters: int, dimension: int) -> None:
     rng = np.random.default_rng(clusters * 100 + dimension)
-    for _ in range(40):
+    for _ in range(200):
         gamma = rng.uniform(0, 1) * (largest_gamma(clusters) if rng.random() < 0.7 else 0.99)
         gammas = rng.uniform(0, gamma, size=(2, clusters))
         true = cancelling(rng, clusters, dimension)
-        alpha = cosines(observed(rng, true, gammas).reshape(2 * clusters, dimension))
-        cross = best_cross_max(alpha)
+        alpha = cosines(gram(list(observed(rng, true, gammas).reshape(2 * clusters, -1))))
+        cross = bipartition(alpha).cross_max
         intra = min(float(alpha[k, k + clusters]) for k in range(clusters))
         assert cross <= cross_bound(clusters, gamma) + 1e-9
         assert intra >= intra_bound(gamma) - 1e-9
@@ -73,7 +58,7 @@ def test_two_clusters_meet_both_bounds(gamma: float) -> None:
     """Errors at right angles to what is observed turn clients the most: these are the bounds."""
     angle = math.asin(gamma)
     turned = [angle, -angle, math.pi - angle, math.pi + angle]
-    alpha = cosines(np.array([[math.cos(a), math.sin(a)] for a in turned]))
+    alpha = cosines(gram([np.array([math.cos(a), math.sin(a)]) for a in turned]))
     assert alpha[0, 1] == pytest.approx(intra_bound(gamma))
     assert alpha[:2, 2:].max() == pytest.approx(cross_bound(2, gamma))
 
@@ -81,8 +66,8 @@ def test_two_clusters_meet_both_bounds(gamma: float) -> None:
 def test_three_clusters_meet_the_cross_bound() -> None:
     """Two gradients nearly opposite, and the third at right angles to both."""
     eps = 1e-5
-    alpha = cosines(np.array([[1, eps], [-1, eps], [0, -2 * eps]]))
-    assert best_cross_max(alpha) == pytest.approx(cross_bound(3, 0), abs=1e-4)
+    alpha = cosines(gram(list(np.array([[1, eps], [-1, eps], [0, -2 * eps]]))))
+    assert bipartition(alpha).cross_max == pytest.approx(cross_bound(3, 0), abs=1e-4)
 
 
 def test_exact_values() -> None:

@@ -1,0 +1,209 @@
+"""A parameter tree on the disk: tensors as safetensors, everything else in one JSON file.
+
+Tensor files are named by the checksum of what they hold and never rewritten; `tree.json` names
+them and is replaced last. So at any moment, after a crash too, the directory holds the whole tree
+of one round.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from bootstrap.coordination.tree import Edge, Node, ParameterTree, Proposal
+from peer.errors import StateError
+from peer.files import remove_unfinished, write_atomically
+from peer.learning.learner import Vector
+from peer.plan import MAX_PEERS
+
+INDEX = "tree.json"
+MAX_INDEX = 256 * 2**20
+"""Bytes of the largest index that is read."""
+_HEADER = 4096
+"""Bytes that a file of one tensor may have beside its values."""
+
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_Peer = Annotated[int, Field(ge=0, lt=MAX_PEERS)]
+_Place = Annotated[int, Field(ge=0, lt=2 * MAX_PEERS)]
+_Count = Annotated[int, Field(ge=0)]
+_Norm = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _EdgeRecord(_Record):
+    members: tuple[_Peer, ...] = Field(min_length=1)
+    updates: _Digest
+
+
+class _ProposalRecord(_Record):
+    halves: tuple[tuple[_Peer, ...], tuple[_Peer, ...]]
+    found: _Count
+
+
+class _NodeRecord(_Record):
+    t: _Count
+    largest: _Norm
+    parent: _Place | None
+    edge: _EdgeRecord | None
+    children: tuple[_Place, _Place] | None
+    proposals: tuple[_ProposalRecord, ...]
+    update: _Digest
+
+
+class _TreeRecord(_Record):
+    version: Literal[1] = 1
+    plan: str
+    t: _Count
+    size: _Count
+    trainable: _Count
+    places: dict[_Peer, _Place]
+    nodes: tuple[_NodeRecord, ...] = Field(min_length=1)
+
+
+class TreeStore:
+    """The directory of one tree of one federation, whose plan has the digest `plan`."""
+
+    def __init__(self, directory: Path, plan: str) -> None:
+        self.directory = directory
+        self._plan = plan
+        self._edges: dict[int, str] = {}  # an edge never changes: what it holds is hashed once
+
+    def save(self, tree: ParameterTree, t: int) -> None:
+        """Write `tree` as it is after round t. Raises StateError when that cannot be done."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            record = _TreeRecord(
+                plan=self._plan,
+                t=t,
+                size=tree.nodes[0].update.size,
+                trainable=tree.trainable,
+                places=tree.places,
+                nodes=tuple(self._write_node(v, node) for v, node in enumerate(tree.nodes)),
+            )
+            write_atomically(self.directory / INDEX, record.model_dump_json(indent=1))
+            self._sweep(record)
+        except OSError as error:
+            raise StateError(f"cannot write the tree {self.directory}: {error.strerror}") from None
+
+    def load(self, size: int, trainable: int) -> tuple[ParameterTree, int] | None:
+        """Return the tree and the round after which it was saved; None where there is none.
+
+        Raises StateError when it is damaged, of another plan, or not of models of `size` values.
+        """
+        path = self.directory / INDEX
+        if not path.exists():
+            return None
+        record = read_index(path)
+        if (record.plan, record.size, record.trainable) != (self._plan, size, trainable):
+            raise StateError(f"the tree {path} is of another plan or model")
+        tree = ParameterTree(
+            trainable, [self._read_node(node, size, trainable) for node in record.nodes]
+        )
+        tree.places = dict(record.places)
+        self._edges = {v: node.edge.updates for v, node in enumerate(record.nodes) if node.edge}
+        return tree, record.t
+
+    def _write_node(self, v: int, node: Node) -> _NodeRecord:
+        edge = None
+        if node.edge is not None:
+            if v not in self._edges:
+                self._edges[v] = self._write(node.edge.updates)
+            edge = _EdgeRecord(members=node.edge.members, updates=self._edges[v])
+        return _NodeRecord(
+            t=node.t,
+            largest=node.largest,
+            parent=node.parent,
+            edge=edge,
+            children=node.children,
+            proposals=tuple(
+                _ProposalRecord(halves=(tuple(sorted(first)), tuple(sorted(second))), found=found)
+                for (first, second), found in node.proposals
+            ),
+            update=self._write(node.update),
+        )
+
+    def _write(self, values: npt.NDArray[np.float32]) -> str:
+        content = save({"values": np.ascontiguousarray(values)})
+        digest = hashlib.sha256(content).hexdigest()
+        path = self._file(digest)
+        if not path.exists():
+            write_atomically(path, content)
+        return digest
+
+    def _sweep(self, record: _TreeRecord) -> None:
+        """Remove what earlier rounds needed alone."""
+        kept = {node.update for node in record.nodes}
+        kept |= {node.edge.updates for node in record.nodes if node.edge}
+        for path in self.directory.glob("*.safetensors"):
+            if path.stem not in kept:
+                path.unlink(missing_ok=True)
+        remove_unfinished(self.directory)
+
+    def _file(self, digest: str) -> Path:
+        return self.directory / f"{digest}.safetensors"
+
+    def _read_node(self, record: _NodeRecord, size: int, trainable: int) -> Node:
+        edge = None
+        if record.edge is not None:
+            shape = (len(record.edge.members), trainable)
+            edge = Edge(record.edge.members, self._read(record.edge.updates, shape))
+        return Node(
+            update=self._read(record.update, (size,)),
+            t=record.t,
+            largest=record.largest,
+            parent=record.parent,
+            edge=edge,
+            children=record.children,
+            proposals=[
+                Proposal((frozenset(p.halves[0]), frozenset(p.halves[1])), p.found)
+                for p in record.proposals
+            ],
+        )
+
+    def _read(self, digest: str, shape: tuple[int, ...]) -> Vector:
+        path, expected = self._file(digest), 4 * int(np.prod(shape, dtype=np.int64))
+        try:
+            if path.stat().st_size > expected + _HEADER:
+                raise StateError(f"{path} is larger than its {expected} bytes of values")
+            content = path.read_bytes()
+            values: Vector = load(content)["values"]
+        except (OSError, SafetensorError, KeyError, ValueError):
+            raise StateError(f"{path} is missing or damaged") from None
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise StateError(f"{path} is damaged: its checksum differs")
+        if values.dtype != np.float32 or values.shape != shape or not np.isfinite(values).all():
+            raise StateError(f"{path} does not hold {shape} finite float32 values")
+        return values
+
+
+def read_index(path: Path) -> _TreeRecord:
+    """Return what `tree.json` says of a tree, its shape checked. Raises StateError."""
+    try:
+        if path.stat().st_size > MAX_INDEX:
+            raise StateError(f"{path} is too large to be a tree")
+        record = _TreeRecord.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        raise StateError(f"{path} is missing or damaged") from None
+    count = len(record.nodes)
+    joined = [(child, v) for v, node in enumerate(record.nodes) for child in node.children or ()]
+    # Every node but the root is the child of exactly its parent, which comes before it.
+    if (
+        sorted(joined) != [(v, node.parent) for v, node in enumerate(record.nodes) if v > 0]
+        or any(parent >= child for child, parent in joined)
+        or any((node.parent is None) != (v == 0) for v, node in enumerate(record.nodes))
+        or any((node.edge is None) != (v == 0) for v, node in enumerate(record.nodes))
+        or any(place >= count for place in record.places.values())
+        or record.trainable > record.size
+    ):
+        raise StateError(f"{path} is not a tree")
+    return record

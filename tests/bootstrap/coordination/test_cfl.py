@@ -1,0 +1,268 @@
+"""CFL on peers whose optimum is known: the right splits, then none; and why not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bootstrap.coordination.cfl import Attempt, ClusteredServer, thresholds
+from bootstrap.coordination.tree import ParameterTree
+from bootstrap.coordination.tree_store import TreeStore
+from peer.errors import UserError
+from peer.learning.learner import Entry, Manifest
+from peer.permutation import Permutation
+from peer.plan import CflPlan, Plan
+
+SIZE = 200
+MANIFEST = Manifest((Entry("w", (SIZE,)), Entry("mean", (3,), trainable=False)))
+
+
+class Peers:
+    """Every peer goes a fifth of the way to its cluster's optimum, with noise of its own data.
+
+    The noise of a peer is the same in every round but for a tenth of it.
+    """
+
+    def __init__(self, clusters: int, n: int, noise: float, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.labels = [i % clusters for i in range(n)]
+        optima = rng.normal(size=(clusters, SIZE)) * (clusters > 1)
+        self.targets = optima[self.labels] + noise * rng.normal(size=(n, SIZE)) + 3
+        self._noise = noise / 10
+        self._seed = seed
+
+    def update(self, i: int, model: np.ndarray, t: int) -> np.ndarray:
+        rng = np.random.default_rng((self._seed, i, t))
+        step = (self.targets[i] - model[:SIZE]) / 5 + self._noise * rng.normal(size=SIZE)
+        return np.concatenate([step, [1, 2, 3]]).astype(np.float32)
+
+
+def server(n: int, labels: list[int] | None = None, **settings: Any) -> ClusteredServer:
+    tree = ParameterTree.planted(MANIFEST.size, MANIFEST.trainable)
+    for i in range(n):
+        tree.admit(i)
+    return ClusteredServer(CflPlan(**settings), tree, labels)
+
+
+def advance(
+    cfl: ClusteredServer, peers: Peers, t: int, present: Iterable[int] | None = None
+) -> list[Attempt]:
+    """One round; those who are at no leaf are routed first."""
+    tree, updates = cfl.tree, {}
+    for i in range(len(peers.labels)) if present is None else present:
+        while not tree.at_leaf(i):
+            tree.route(i, peers.update(i, tree.nodes[tree.places[i]].update, t))
+        updates[i] = peers.update(i, tree.nodes[tree.places[i]].update, t)
+    return cfl.step(t, updates)
+
+
+def run(cfl: ClusteredServer, peers: Peers, rounds: range) -> list[Attempt]:
+    """Return the attempts that split."""
+    attempts = [attempt for t in rounds for attempt in advance(cfl, peers, t)]
+    return [attempt for attempt in attempts if attempt.children]
+
+
+def found(cfl: ClusteredServer) -> set[frozenset[int]]:
+    return {frozenset(cfl.tree.members(v)) for v in cfl.tree.leaves} - {frozenset()}
+
+
+def truth(labels: list[int]) -> set[frozenset[int]]:
+    return {frozenset(i for i, own in enumerate(labels) if own == k) for k in set(labels)}
+
+
+@pytest.mark.parametrize("clusters", [2, 3, 4, 6])
+@pytest.mark.parametrize("noise", [0.1, 1.0])
+def test_the_true_clusters_come_apart_and_nothing_else(clusters: int, noise: float) -> None:
+    peers = Peers(clusters, 5 * clusters, noise)
+    cfl = server(5 * clusters, peers.labels)
+    splits = run(cfl, peers, range(1, 100))
+    assert found(cfl) == truth(peers.labels)
+    assert len(splits) == clusters - 1
+    for split in splits:
+        assert split.evidence is not None
+        halves = [{peers.labels[i] for i in half} for half in split.evidence.halves]
+        assert not halves[0] & halves[1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("n", [4, 5, 8, 20, 60])
+@pytest.mark.parametrize("noise", [0.1, 1.0])
+def test_one_distribution_is_never_split(seed: int, n: int, noise: float) -> None:
+    peers = Peers(1, n, noise, seed)
+    cfl = server(n)
+    assert run(cfl, peers, range(1, 80)) == []
+    assert cfl.tree.leaves == [0]
+
+
+def test_the_papers_rule_splits_at_once_with_a_gamma_that_is_true() -> None:
+    peers = Peers(2, 10, noise=0.1)
+    cfl = server(10, peers.labels, rule="paper", gamma=0.3, eps2=0.2)
+    splits = run(cfl, peers, range(1, 60))
+    assert found(cfl) == truth(peers.labels)
+    (split,) = splits
+    assert split.evidence is not None
+    assert split.found == 1
+    assert split.mean_norm < 0.1 * split.largest == split.eps1
+    assert split.max_norm > 0.2 * split.largest == split.eps2
+    assert split.evidence.gap is not None
+    assert split.evidence.gap > 1
+    assert split.evidence.gate
+
+
+def test_the_papers_rule_with_an_estimated_gamma() -> None:
+    for clusters, noise in ((2, 0.1), (1, 1.0)):
+        peers = Peers(clusters, 10, noise)
+        cfl = server(10, rule="paper", eps2=0.05)
+        run(cfl, peers, range(1, 60))
+        assert found(cfl) == truth(peers.labels)
+
+
+def test_the_papers_rule_peels_with_a_gamma_that_is_too_small() -> None:
+    """What the default rule is for: the noise is above the signal, and gamma = 0 not true."""
+    peers = Peers(1, 20, noise=1.0)
+    cfl = server(20, rule="paper", gamma=0.0, eps2=0.05)
+    assert len(run(cfl, peers, range(1, 60))) > 3
+
+
+def test_attempts_say_why_not() -> None:
+    peers = Peers(2, 8, noise=0.1)
+    cfl = server(8, peers.labels)
+    told = [attempt.why_not for t in range(1, 30) for attempt in advance(cfl, peers, t)]
+    assert told[0] == "the mean update is not small"
+    assert told.count("the cut awaits confirmation") == 2
+    assert told.count(None) == 1
+    assert told[told.index(None) + 1 :].count("the cut awaits confirmation") == 0
+    assert set(told[told.index(None) + 1 :]) <= {
+        "no member's update is large", "a half is too small",
+        "the contrast of the halves is within chance",
+    }  # fmt: skip
+    lone = server(2)
+    first, *_ = advance(lone, Peers(1, 1, 0.1), 1)
+    assert (first.members, first.why_not) == ((0,), "the mean update is not small")
+    shut = server(8, rule="paper", eps2=0.2, gamma=0.99)
+    four = Peers(4, 8, noise=0.1)
+    reasons = [attempt.why_not for t in range(1, 20) for attempt in advance(shut, four, t)]
+    assert reasons[-1] == "the gate is shut: gamma_max is too large for this cut"
+
+
+def test_attempts_are_lines_of_json() -> None:
+    peers = Peers(2, 8, noise=0.1)
+    cfl = server(8, peers.labels)
+    for t in range(1, 30):
+        for attempt in advance(cfl, peers, t):
+            line = json.loads(json.dumps(attempt.to_json(), allow_nan=False))
+            assert line["t"] == t
+            assert ("halves" in line) == (attempt.evidence is not None)
+            if attempt.evidence is not None:
+                assert line["halves"] == [list(half) for half in attempt.evidence.halves]
+                assert line["gap"] == attempt.evidence.gap
+
+
+def test_children_start_with_the_means_of_their_members() -> None:
+    peers = Peers(2, 8, noise=0.1)
+    cfl = server(8, rule="paper", eps1=0.5, gamma=0.0)
+    t, split = 0, None
+    while split is None or split.children is None:
+        t += 1
+        before = cfl.tree.nodes[0].update.copy()
+        updates = {i: peers.update(i, before, t) for i in range(8)}
+        (split,) = cfl.step(t, updates)
+    assert np.array_equal(cfl.tree.nodes[0].update, before)
+    for child in split.children:
+        members = cfl.tree.members(child)
+        mean = np.mean([updates[i].astype(np.float64) for i in members], axis=0)
+        np.testing.assert_array_equal(
+            cfl.tree.nodes[child].update, before + mean.astype(np.float32)
+        )
+
+
+def test_weights_enter_the_mean() -> None:
+    cfl = server(2)
+    updates = {i: np.full(MANIFEST.size, float(i), dtype=np.float32) for i in range(2)}
+    (attempt,) = cfl.step(1, updates, {0: 1, 1: 3})
+    assert cfl.tree.nodes[0].update.tolist() == [0.75] * MANIFEST.size
+    assert attempt.mean_norm == pytest.approx(0.75 * np.sqrt(SIZE))
+    assert attempt.max_norm == pytest.approx(np.sqrt(SIZE))
+
+
+def test_a_cluster_that_sends_nothing_keeps_its_model() -> None:
+    peers = Peers(2, 8, noise=0.1)
+    cfl = server(8)
+    run(cfl, peers, range(1, 20))
+    gone = cfl.tree.places[0]
+    kept = cfl.tree.nodes[gone].update.copy()
+    attempts = [advance(cfl, peers, t, present=[1, 3, 5, 7]) for t in range(20, 25)]
+    assert all(len(found) == 1 for found in attempts)
+    assert np.array_equal(cfl.tree.nodes[gone].update, kept)
+
+
+def test_members_that_were_away_and_new_ones_are_routed() -> None:
+    peers = Peers(4, 28, noise=0.3)
+    cfl = server(24)
+    early = [i for i in range(24) if i % 6]
+    for t in range(1, 40):
+        advance(cfl, peers, t, present=early)
+    with pytest.raises(ValueError, match="peer 0 has not been routed"):
+        cfl.step(40, {0: peers.update(0, cfl.tree.nodes[0].update, 40)})
+    for new in range(24, 28):
+        cfl.tree.admit(new)
+    advance(cfl, peers, 40)
+    assert found(cfl) == truth(peers.labels)
+
+
+def test_taking_turns_does_not_hinder_the_confirmation() -> None:
+    """Those who take part change from round to round, and so do the cuts."""
+    peers = Peers(2, 20, noise=0.3)
+    cfl = server(20)
+    rng = np.random.default_rng(0)
+    for t in range(1, 60):
+        advance(cfl, peers, t, present=sorted(rng.choice(20, 12, replace=False).tolist()))
+    advance(cfl, peers, 60)
+    assert found(cfl) == truth(peers.labels)
+
+
+def test_a_permutation_changes_no_split() -> None:
+    peers = Peers(4, 20, noise=0.5)
+    p = Permutation(b"a secret of many bytes", "plan", MANIFEST)
+    plain, hidden = server(20), server(20)
+    for t in range(1, 50):
+        advance(plain, peers, t)
+        models = [p.undo(node.update) for node in hidden.tree.nodes]
+        places = hidden.tree.places
+        hidden.step(t, {i: p.apply(peers.update(i, models[places[i]], t)) for i in range(20)})
+        assert hidden.tree.places == plain.tree.places
+    assert len(plain.tree.leaves) == 4
+    for ours, theirs in zip(plain.tree.nodes, hidden.tree.nodes, strict=True):
+        assert np.array_equal(ours.update, p.undo(theirs.update))
+
+
+def test_a_restart_changes_nothing(tmp_path: Path) -> None:
+    peers = Peers(4, 20, noise=0.5)
+    whole = server(20)
+    run(whole, peers, range(1, 40))
+    broken = server(20)
+    for t in range(1, 40):
+        advance(broken, peers, t)
+        TreeStore(tmp_path, "plan").save(broken.tree, t)
+        loaded = TreeStore(tmp_path, "plan").load(MANIFEST.size, MANIFEST.trainable)
+        assert loaded is not None
+        assert loaded[1] == t
+        broken = ClusteredServer(CflPlan(), loaded[0])
+    assert broken.tree.places == whole.tree.places
+    assert len(whole.tree.leaves) == 4
+    for ours, theirs in zip(whole.tree.nodes, broken.tree.nodes, strict=True):
+        assert np.array_equal(ours.update, theirs.update)
+
+
+def test_thresholds() -> None:
+    assert thresholds(CflPlan(), 2.0) == (1.2, 0.2)
+    assert thresholds(CflPlan(rule="paper"), 2.0) == (0.2, 0.6)
+    assert thresholds(CflPlan(eps1=0.3, eps2=0.5), 2.0) == (0.6, 1.0)
+    assert thresholds(CflPlan(eps1=0.3, eps2=0.5, scale="absolute"), 2.0) == (0.3, 0.5)
+    with pytest.raises(UserError, match="needs both eps1 and eps2"):
+        Plan.from_toml('n = 4\n[cfl]\nscale = "absolute"\neps1 = 0.1')
