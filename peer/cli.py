@@ -12,6 +12,7 @@ import typer
 
 from peer.command import end_on_signal, run_command
 from peer.display import PeerView, configure_logging
+from peer.learning.local_import import import_module
 from peer.memory import return_freed_memory
 from peer.settings import PeerSettings
 
@@ -57,6 +58,12 @@ def run(
     model: Annotated[
         str | None, typer.Option(help="Factory of the model.", metavar="MODULE:FUNCTION")
     ] = None,
+    imports: Annotated[
+        Strings,
+        typer.Option(
+            "--import", help="Module with methods of your own; repeatable.", metavar="MODULE"
+        ),
+    ] = None,
     listen: Annotated[
         str | None, typer.Option(help="Address to listen on.", metavar="HOST:PORT")
     ] = None,
@@ -80,6 +87,8 @@ def run(
         return
     settings = PeerSettings.gather(config=config, **flags)
     settings.check()
+    for module in settings.imports:
+        import_module(module, "--import")
     configure_logging(settings.log)
     return_freed_memory()
     end_on_signal(_host(settings))

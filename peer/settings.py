@@ -48,6 +48,9 @@ class PeerSettings(BaseSettings):
         default=None,
         description="module:function that makes the model, for plans with model = custom",
     )
+    imports: Annotated[list[str], NoDecode] = Field(
+        default=[], description="modules with methods of your own; separated by commas"
+    )
     listen: str = Field(
         default="127.0.0.1:0", description="HOST:PORT to listen on; port 0: any free"
     )
@@ -60,7 +63,7 @@ class PeerSettings(BaseSettings):
     threads: int = Field(default=1, ge=1, le=1024, description="threads of one training step")
     log: Literal["text", "json"] = Field(default="text", description="form of the log lines")
 
-    @field_validator("bootstrap", "peer", mode="before")
+    @field_validator("bootstrap", "peer", "imports", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         if isinstance(value, str):

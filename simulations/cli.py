@@ -46,6 +46,10 @@ DataSpec = Annotated[
     str | None,
     typer.Option(help="Data to deal to the peers, instead of the plan's.", metavar="SPEC"),
 ]
+ModelPath = Annotated[
+    str | None,
+    typer.Option(help="Factory of the model of a custom plan.", metavar="MODULE:FUNCTION"),
+]
 Exact = Annotated[
     bool,
     typer.Option("--exact", help="Train one peer at a time: bit by bit as live peers, slower."),
@@ -104,6 +108,7 @@ def run(
         ),
     ] = None,
     data: DataSpec = None,
+    model: ModelPath = None,
     exact: Exact = False,
     device: OnDevice = Device.CPU,
     modules: Modules = None,
@@ -126,16 +131,20 @@ def run(
     changes = {"method": method, "seed": seed, "rounds": rounds, "n": peers}
     chosen = changed(Plan.load(plan), changes)
     target = out or Path("runs") / f"{chosen.name}-{chosen.method}"
-    in_laboratory = exact or data is not None or bool(modules) or device is not Device.CPU
+    in_laboratory = bool(exact or data or model or modules) or device is not Device.CPU
     if backend is None and (in_laboratory or chosen.method in CENTRAL):
         backend = Backend.LABORATORY
     if backend in (None, Backend.PROCESSES):
         if in_laboratory:
-            raise UserError("--exact, --data, --import and --device are for the laboratory")
+            raise UserError(
+                "--exact, --data, --model, --import and --device are for the laboratory",
+                "use --backend laboratory",
+            )
         summary = run_processes(chosen, target)
     else:
         reference = backend is Backend.ONE_PROCESS
-        with PopulationMaker(Equipment(reference, exact, device.value, data)) as maker:
+        equipment = Equipment(reference, exact, device.value, data, model)
+        with PopulationMaker(equipment) as maker:
             summary = run_population(chosen, target, maker=maker)
     print(json.dumps(summary, indent=2))
     print(f"Pictures: {write_report(target)[0].parent}/")
@@ -158,6 +167,7 @@ def compare(
         ),
     ] = None,
     data: DataSpec = None,
+    model: ModelPath = None,
     exact: Exact = False,
     device: OnDevice = Device.CPU,
     modules: Modules = None,
@@ -178,7 +188,7 @@ def compare(
         parse_seeds(seeds),
         variations or [],
         out or Path("runs") / f"{chosen.name}-compare",
-        equipment=Equipment(False, exact, device.value, data),
+        equipment=Equipment(False, exact, device.value, data, model),
     )
 
 

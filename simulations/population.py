@@ -29,14 +29,17 @@ SKETCH_PRECISION: Precision = "float32"
 """Sketches are small: they travel as they are, whatever the plan says of models."""
 
 
-def make_learners(plan: Plan, *, data: str | None = None) -> list[Learner]:
-    """Return every peer's learner; `data` is a spec of what is dealt instead of the plan's.
+def make_learners(
+    plan: Plan, *, data: str | None = None, model: str | None = None
+) -> list[Learner]:
+    """Return every peer's learner.
 
-    Raises UserError when the model or the data cannot be had.
+    `data` is a spec of what is dealt instead of the plan's, `model` the import path of a factory
+    for a plan whose model is custom. Raises UserError when one of them cannot be had.
     """
-    from peer.learning.build import make_learner
+    from peer.learning.build import prepare
 
-    return [make_learner(plan, index, data=data, dealt=True) for index in range(plan.n)]
+    return [prepare(plan, index, data=data, dealt=True, model=model)[0] for index in range(plan.n)]
 
 
 def arrive(vector: Vector, plan: Plan, precision: Precision | None = None) -> Vector | None:

@@ -95,21 +95,23 @@ class Equipment:
 
     `reference`: one learner after another in this process. Else the engine works, on `device`;
     `exact`: it trains one peer at a time as a device does, so that the results are bit by bit those
-    of live peers in lockstep. `data` is a spec of what is dealt to the peers instead of the plan's.
+    of live peers in lockstep. `data` is a spec of what is dealt to the peers instead of the plan's,
+    `model` the import path of a factory for plans whose model is custom.
     """
 
     reference: bool = False
     exact: bool = False
     device: str = "cpu"
     data: str | None = None
+    model: str | None = None
 
     @property
     def label(self) -> str:
         """What tells results apart that other equipment computed; empty for the usual one."""
         parts = {"exact": self.exact or self.reference, self.device: self.device != "cpu"}
         names = [name for name, holds in parts.items() if holds]
-        if self.data is not None:
-            names.append(hashlib.sha256(self.data.encode()).hexdigest()[:8])
+        if local := f"{self.data or ''} {self.model or ''}".strip():
+            names.append(hashlib.sha256(local.encode()).hexdigest()[:8])
         return "-".join(names)
 
 
@@ -142,7 +144,7 @@ class PopulationMaker:
         if self.equipment.reference or not _engine_deals(plan):
             from simulations.population import Population, make_learners
 
-            learners = make_learners(plan, data=self.equipment.data)
+            learners = make_learners(plan, data=self.equipment.data, model=self.equipment.model)
             if not central:
                 return Population(plan, plan.method, learners=learners)
             return CentralPopulation(plan, plan.method, LearnerCrew(learners))
@@ -171,8 +173,10 @@ class PopulationMaker:
         self.close()
 
     def _engine_for(self, plan: Plan) -> Engine:
+        from peer.learning.build import check_model
         from simulations.engine.workers import Engine
 
+        check_model(plan, self.equipment.model)
         matching = {
             "loss_samples": plan.matching.loss_samples,
             "sketch_buckets": plan.matching.sketch_buckets,
@@ -190,6 +194,7 @@ class PopulationMaker:
             self._engine = Engine(
                 common,
                 data=self.equipment.data,
+                model=self.equipment.model,
                 exact=self.equipment.exact,
                 device=self.equipment.device,
             )

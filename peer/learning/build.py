@@ -19,14 +19,12 @@ _shared_dataset = lru_cache(maxsize=1)(load_dataset)
 """A data set that is dealt is loaded once for all peers of a process."""
 
 
-def make_learner(
-    plan: Plan, index: int, *, data: str | None = None, dealt: bool = False
-) -> Learner:
+def make_learner(plan: Plan, index: int, *, data: str | None = None) -> Learner:
     """Return the learner of peer `index` of a plan whose model is built in, on the CPU.
 
-    `data` and `dealt` as in `prepare`. Raises UserError.
+    `data` as in `prepare`. Raises UserError.
     """
-    learner, _ = prepare(plan, index, data=data, dealt=dealt)
+    learner, _ = prepare(plan, index, data=data)
     return learner
 
 
@@ -51,10 +49,7 @@ def prepare(
     [choice] One thread if not told otherwise: small models gain little from a second, lose tenfold
     when peers share the cores, and one thread repeats bit by bit.
     """
-    if (plan.model == "custom") != (model is not None):
-        if model is None:
-            raise UserError("the plan's model is custom", "name it: --model module:function")
-        raise UserError(f"the plan's model is {plan.model}, not custom", "leave out --model")
+    check_model(plan, model)
     if data is None and plan.data == "own":
         raise UserError("the plan wants each peer's own data", "name them: --data SPEC")
     own = data is not None and not dealt
@@ -71,6 +66,14 @@ def prepare(
         seed=plan.seed,
     )
     return _learner(card, share, plan, index, device=device, threads=threads), card
+
+
+def check_model(plan: Plan, model: str | None) -> None:
+    """Raise UserError unless `model`, an import path, is given just where the plan wants one."""
+    if (plan.model == "custom") != (model is not None):
+        if model is None:
+            raise UserError("the plan's model is custom", "name it: --model module:function")
+        raise UserError(f"the plan's model is {plan.model}, not custom", "leave out --model")
 
 
 def rebuild(card: ModelCard) -> Learner:
