@@ -205,7 +205,13 @@ def run_study(
     pending = [
         plan for plan in where.values() if not _finished(cell_folder(out, plan, equipment), plan)
     ]
-    _run_pending(pending, out, equipment, console or Console())
+    console = console or Console()
+    try:
+        _run_pending(pending, out, equipment, console)
+    except KeyboardInterrupt:
+        if console.is_terminal:
+            console.print(f"stopped; finished runs stay in {out}, and the same command goes on")
+        raise
     return [_line(group, out, equipment) for group in _grouped(study)]
 
 
