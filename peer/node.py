@@ -120,6 +120,7 @@ class Peer:
                     plan_digest=plan.digest,
                     own=record,
                     n=plan.n,
+                    rounds=plan.rounds,
                     settings=plan.network,
                     bootstrap=settings.bootstrap,
                     peers=settings.peer,

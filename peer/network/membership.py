@@ -11,6 +11,10 @@ The driver (`peer.network.swarm`) calls `tick` every `tick_interval` seconds, pi
 and reports `ping_ok` or `ping_failed`; the latter returns the helpers to ask, whose failure is
 reported to `helpers_failed`. Nothing here waits, reads a clock or draws from any other generator
 than the one given.
+
+Records are not signed, so rumours may lie. What they say of one that is present is therefore never
+more than a reason to ask it, at the address where it was believed to be, and what it answers there
+(`confirm`) counts for more than any rumour: nobody is moved, buried or sent away by others' words.
 """
 
 from __future__ import annotations
@@ -37,7 +41,10 @@ RETRANSMISSIONS = 3
 FORGET_AFTER = 3600.0
 """Seconds for which the dead are kept: old gossip must not revive them, and they are sought."""
 MAX_INCARNATION = 2**52
-"""Above it lies what no honest peer reaches; it could not be refuted."""
+"""Above it lies what no honest peer reaches."""
+LEAP = 2**20
+"""Incarnations, which count seconds, that a peer can have gone through since it was last heard of.
+More is a lie, told so that it could not be refuted."""
 
 _RANK = {State.ALIVE: 0, State.SUSPECT: 1, State.DEAD: 2, State.LEFT: 3}
 _PRESENT = (State.ALIVE, State.SUSPECT)
@@ -65,11 +72,13 @@ class Event(NamedTuple):
 @dataclass
 class _Member:
     """What is believed of one peer; `deadline` ends a suspicion, or how long the dead are kept;
-    `sent` counts how often this news was passed on."""
+    `sent` counts how often this news was passed on; `claim` is a record that rumour gives it
+    instead of its own."""
 
     update: Update
     deadline: float = math.inf
     sent: int = 0
+    claim: PeerRecord | None = None
 
     @property
     def present(self) -> bool:
@@ -80,8 +89,8 @@ class Membership:
     """One peer's view of the federation.
 
     At most one peer holds an index: while the holder is alive or suspect, another that claims its
-    index is ignored and counted in `clashes`; a dead or departed holder is replaced. Records of
-    another model are ignored and counted in `strangers`.
+    index is ignored; a dead or departed holder is replaced. Records of another model are ignored,
+    and so is whoever claims more than the plan's `rounds`.
     """
 
     def __init__(
@@ -90,16 +99,16 @@ class Membership:
         *,
         settings: NetworkPlan,
         n: int,
+        rounds: int,
         rng: np.random.Generator,
         now: float,
     ) -> None:
         self.own = Update(record=own, state=State.ALIVE, status=Status())
-        self.clashes = 0
-        self.strangers = 0
         self.version = 0
         """Grows with every change of what is believed of anyone."""
         self._settings = settings
         self._n = n
+        self._rounds = rounds
         self._rng = rng
         self._members: dict[int, _Member] = {}
         self._index: dict[str, int] = {}
@@ -160,25 +169,67 @@ class Membership:
             rival = self.own.record.peer
         return None if rival == record.peer else Reason.INDEX_CLASH
 
-    def hear(self, updates: Iterable[Update], now: float) -> None:
+    def hear(self, updates: Iterable[Update], now: float) -> list[str]:
         """Take in what another peer believes; what is older or of less weight changes nothing.
 
         Weight is (incarnation, state): a higher incarnation wins, then left, dead, suspect, alive.
-        Suspicion or death of oneself is refuted by an incarnation above it. The rumoured death of
-        one that is believed alive only makes it a suspect: after a partition either side has
-        buried the other, and all must get the time to refute.
+        Suspicion or death of oneself is refuted by an incarnation above it. The rumoured death or
+        departure of one that is believed present only makes it a suspect that is probed next: after
+        a partition either side has buried the other, and all must get the time to refute. A rumour
+        that it is elsewhere only makes it be probed. Returns what was not believed, for a log.
         """
+        lies = []
         for update in updates:
-            if update.record.incarnation > MAX_INCARNATION:
-                continue
-            if update.record.peer == self.own.record.peer:
+            if lie := self._lie(update):
+                lies.append(lie)
+            elif update.record.peer == self.own.record.peer:
                 self._hear_of_self(update)
-            elif (objection := self.objection(update.record)) is None:
+            else:
                 self._hear_of_other(update, now)
-            elif objection is Reason.MODEL_MISMATCH:
-                self.strangers += 1
-            elif update.state in _PRESENT:
-                self.clashes += 1
+        return lies
+
+    def confirm(self, update: Update, address: str, now: float) -> list[str]:
+        """Take in what a peer that was asked at `address` says of itself.
+
+        Where it was believed to be, that is beyond any rumour. Returns what was, or turned out to
+        be, untrue, for a log.
+        """
+        record = update.record
+        index = self._index.get(record.peer)
+        member = None if index is None else self._members[index]
+        if member is None or member.update.record.control != address:
+            return self.hear([update], now)
+        if objection := self.objection(record):
+            return [f"peer {record.index} says of itself: {objection}"]
+        believed, claim = member.update, member.claim
+        member.claim = None
+        if (record, update.state) == (believed.record, believed.state):
+            self._merge_status(member, update.status)
+        else:
+            self._install(update, now)
+        forged = claim is not None and not _same_but_newer(claim, record)
+        if forged or record.incarnation < believed.record.incarnation:
+            return [f"what was said of peer {believed.record.index} is not so"]
+        return []
+
+    def _lie(self, update: Update) -> str:
+        """Return what about an update cannot be true; empty when it can."""
+        record = update.record
+        if max(update.status.published, update.status.finished) > self._rounds:
+            return f"peer {record.index} is said to be beyond round {self._rounds}"
+        if record.peer == self.own.record.peer:
+            highest = self.own.record.incarnation + LEAP
+        else:
+            objection = self.objection(record)
+            if objection is Reason.MODEL_MISMATCH or (objection and update.state in _PRESENT):
+                return f"peer {record.index} is said to be {record.peer}: {objection}"
+            member = self._members.get(self._index.get(record.peer, -1))
+            highest = MAX_INCARNATION
+            if member is not None:
+                highest = member.update.record.incarnation + LEAP
+        if record.incarnation > highest:
+            return f"peer {record.index} is said to be of incarnation {record.incarnation}"
+        return ""
 
     def note_status(self, index: int, status: Status) -> None:
         """Take in how far a peer itself says it is."""
@@ -189,11 +240,13 @@ class Membership:
     def _hear_of_self(self, update: Update) -> None:
         own = self.own
         same = update.record == own.record and update.state is own.state
-        if same or _weight(update) < _weight(own):
+        # Nobody knows better how far this peer is.
+        ahead = _progress(update.status) > _progress(own.status)
+        if (same and not ahead) or _weight(update) < _weight(own):
             return
         if own.state is State.LEFT:
             return
-        # Suspected, declared dead, or a record of an earlier life of this peer.
+        # Suspected, declared dead, forged, or a record of an earlier life of this peer.
         incarnation = max(own.record.incarnation, update.record.incarnation) + 1
         self._set_own(incarnation=incarnation)
         if update.state is not State.ALIVE:
@@ -201,30 +254,46 @@ class Membership:
             self._events.append(Event(Change.REFUTED, self.own.record))
 
     def _hear_of_other(self, update: Update, now: float) -> None:
+        if self.objection(update.record) is not None:
+            return  # one that is gone, whose index another has by now
         record = update.record
-        elsewhere = self._index.get(record.peer, record.index)
-        if elsewhere != record.index:
-            if record.incarnation <= self._members[elsewhere].update.record.incarnation:
-                return
-            del self._members[elsewhere]
-        current = self._members.get(record.index)
-        if current is None or current.update.record.peer != record.peer:
-            if _weight(update) <= self._displaced.get(record.peer, (-1, 0)):
-                return
-            self._displaced.pop(record.peer, None)
-            if current is not None:
-                self._displace(current.update)
-            self._put(update, now)
-        elif _weight(update) > _weight(current.update):
-            if update.state is State.DEAD and current.update.state is State.ALIVE:
-                update = update.model_copy(update={"state": State.SUSPECT})
-            if record.incarnation == current.update.record.incarnation:
+        current = self._members.get(self._index.get(record.peer, -1))
+        if current is None:
+            if _weight(update) > self._displaced.get(record.peer, (-1, 0)):
+                self._install(update, now)
+            return
+        believed = current.update
+        if _weight(update) > _weight(believed):
+            if current.present:
+                same = _same_but_newer(believed.record, record)
+                if not same or update.state is not State.ALIVE:
+                    self._urgent[record.peer] = None
+                if not same:
+                    current.claim = record
+                    return
+                if update.state is not State.ALIVE:
+                    update = update.model_copy(update={"state": State.SUSPECT})
+                if _weight(update) <= _weight(believed):
+                    return
+            if record.incarnation == believed.record.incarnation:
                 update = update.model_copy(
-                    update={"status": _later(current.update.status, update.status)}
+                    update={"status": _later(believed.status, update.status)}
                 )
-            self._put(update, now)
-        elif record.incarnation == current.update.record.incarnation:
+            self._install(update, now)
+        elif record.incarnation == believed.record.incarnation:
             self._merge_status(current, update.status)
+
+    def _install(self, update: Update, now: float) -> None:
+        """Put an update in its place: whoever held that is gone, wherever the peer was before."""
+        record = update.record
+        before = self._index.get(record.peer, record.index)
+        if before != record.index:
+            del self._members[before]
+        holder = self._members.get(record.index)
+        if holder is not None and holder.update.record.peer != record.peer:
+            self._displace(holder.update)
+        self._displaced.pop(record.peer, None)
+        self._put(update, now)
 
     def _displace(self, old: Update) -> None:
         """Remember the weight of who lost its index, lest old gossip bring it back."""
@@ -433,6 +502,10 @@ class Membership:
         self._doubt = min(MAX_DOUBT, self._doubt + 1)
 
 
+def _same_but_newer(old: PeerRecord, new: PeerRecord) -> bool:
+    return old == new.model_copy(update={"incarnation": old.incarnation})
+
+
 def _addresses(update: Update) -> tuple[str, str]:
     return update.record.control, update.record.data
 
@@ -444,10 +517,11 @@ def _weight(update: Update) -> tuple[int, int]:
 def _later(old: Status, new: Status) -> Status:
     """Return the status that is further: within an incarnation a peer only moves on."""
 
-    def progress(status: Status) -> tuple[int, int, bool]:
-        return status.finished, status.published, status.done
+    return new if _progress(new) > _progress(old) else old
 
-    return new if progress(new) > progress(old) else old
+
+def _progress(status: Status) -> tuple[int, int, bool]:
+    return status.finished, status.published, status.done
 
 
 def _change(old: State | None, new: State) -> Change | None:

@@ -83,7 +83,7 @@ class Swarm:
         transport: of this peer; its messages are stamped with this peer's id and plan from now on.
         plan_digest: digest of the plan; messages of another are refused.
         own: this peer's record.
-        n: number of peers of the plan. settings: its numbers for the network.
+        n: number of peers of the plan. rounds: of the plan. settings: its numbers for the network.
         bootstrap, peers: addresses as people write them. remembered: records of an earlier run.
         rng: of probe order, helpers, jitter. clock: monotonic seconds.
 
@@ -97,6 +97,7 @@ class Swarm:
         plan_digest: str,
         own: PeerRecord,
         n: int,
+        rounds: int,
         settings: NetworkPlan,
         bootstrap: Sequence[str] = (),
         peers: Sequence[str] = (),
@@ -109,11 +110,13 @@ class Swarm:
         self._plan = plan_digest
         self._bootstrap = [dial_address(address) for address in bootstrap]
         self._given = {dial_address(address) for address in peers}
-        self._given |= {record.control for record in remembered}
+        self._remembered = {record.control for record in remembered}
         self._settings = settings
         self._rng = rng
         self._clock = clock
-        self._membership = Membership(own, settings=settings, n=n, rng=rng, now=clock())
+        self._membership = Membership(
+            own, settings=settings, n=n, rounds=rounds, rng=rng, now=clock()
+        )
         self._joined = False
         self._clash_since: float | None = None
         self._seen = self._membership.version
@@ -211,25 +214,32 @@ class Swarm:
             case Members():
                 return Known(updates=fitting(self._membership.everyone(to=request.sender))), ()
             case Leave():
-                self._admit(request.sender, [request.update])
+                await self._see_off(request)
                 return Done(), ()
         raise RefusedError(Reason.BAD_REQUEST, f"no {request.kind} here")
 
     def _admit(self, sender: str, updates: Sequence[Update]) -> None:
         """Take in what a peer says of itself (first) and of others. Raises RefusedError."""
         if not updates or updates[0].record.peer != sender:
-            self._transport.blame(Fault.CONTENT, sender, f"{sender} speaks for another")
             raise RefusedError(Reason.BAD_REQUEST, "the first update must be the sender's own")
         record = updates[0].record
         objection = self._membership.objection(record)
         if objection is not None and sender != self.own.record.peer:
-            self._transport.blame(
-                Fault.CONTENT, sender, f"{sender} at {record.control}: {objection}"
-            )
             # The holder of the index may be gone without anyone having noticed yet.
             self._membership.unreachable(record.index)
             raise RefusedError(objection, f"index {record.index}, model {record.model}")
-        self._hear(updates)
+        self._hear(updates, sender)
+
+    async def _see_off(self, request: Leave) -> None:
+        """Ask a peer that is said to leave whether it does: it still answers while it says goodbye.
+
+        Raises RefusedError when the request speaks for another.
+        """
+        if request.update.record.peer != request.sender:
+            raise RefusedError(Reason.BAD_REQUEST, "the update must be the sender's own")
+        for member in self._membership.living():
+            if member.peer == request.sender and not await self._answers(member):
+                self._hear([request.update], request.sender)
 
     async def _ping_for(self, target: str) -> Pong:
         """Ping a member for another. Raises RefusedError when it is unknown or does not answer."""
@@ -293,7 +303,7 @@ class Swarm:
             return None
         if pong.updates[0].record.peer != target.peer:
             return False
-        self._hear(pong.updates)
+        self._hear(pong.updates, helper.peer)
         return True
 
     async def _ping(self, address: str, updates: Sequence[Update], patience: float) -> Pong:
@@ -306,7 +316,9 @@ class Swarm:
         )
         if not isinstance(pong, Pong) or not pong.updates or pong.plan != self._plan:
             raise ProtocolError(f"{address} answers a ping by an empty or foreign pong")
-        self._hear(pong.updates)
+        own, *others = pong.updates
+        self._note_lies(self._membership.confirm(own, address, self._clock()), own.record.peer)
+        self._hear(others, own.record.peer)
         return pong
 
     # Rendezvous.
@@ -329,7 +341,7 @@ class Swarm:
             else:
                 if isinstance(known, Known):
                     self._joined = True
-                    self._hear(known.updates)
+                    self._hear(known.updates, address)
                 if lost:
                     log.info("bootstrap node %s found again", address)
                 before, present = present, len(self._membership.living())
@@ -342,7 +354,8 @@ class Swarm:
         pause = QUICK
         while self.own.state is not State.LEFT:
             living = [record.control for record in self._membership.living()]
-            lost = {member.record.control for member in self.members()} | self._given
+            lost = {member.record.control for member in self.members()}
+            lost |= self._given | self._remembered
             lost -= {*living, self.own.record.control}
             chosen = self._draw(living, 1) + self._draw(sorted(lost), 1 if living else SEEK_AT_ONCE)
             await asyncio.gather(*(self._exchange_views(address) for address in chosen))
@@ -361,21 +374,25 @@ class Swarm:
             )
             if pong.updates[0].record.peer == self.own.record.peer:
                 self._given.discard(address)
+                self._remembered.discard(address)
                 return
             known, _ = await self._transport.request(address, Members(), timeout=RENDEZVOUS_TIMEOUT)
             if isinstance(known, Known):
-                self._hear(known.updates)
+                self._hear(known.updates, address)
         except RefusedError as refusal:
-            self._misfit(refusal, f"the peer at {address}")
+            self._misfit(refusal, f"the peer at {address}", fatal=address in self._given)
         except (UnreachableError, ProtocolError):
             pass
 
-    def _misfit(self, refusal: RefusedError, who: str) -> None:
-        """Judge a refusal to a peer that wants to join. Raises UserError when a person must act."""
+    def _misfit(self, refusal: RefusedError, who: str, *, fatal: bool = True) -> None:
+        """Judge a refusal to a peer that wants to join. Raises UserError when a person must act.
+
+        It is not `fatal` from those whom no person named: one of them may be odd, or an enemy.
+        """
         if refusal.reason not in _MISFITS:
             return
         complaint = f"{who} {_MISFITS[Reason(refusal.reason)]} ({refusal.detail})"
-        if self._joined:
+        if self._joined or not fatal:
             self._transport.blame(Fault.CONTENT, ("misfit", who), complaint)
             return
         if refusal.reason == Reason.INDEX_CLASH:
@@ -388,10 +405,14 @@ class Swarm:
 
     # Helpers of all.
 
-    def _hear(self, updates: Sequence[Update]) -> None:
-        self._membership.hear(updates, self._clock())
+    def _hear(self, updates: Sequence[Update], teller: str) -> None:
+        self._note_lies(self._membership.hear(updates, self._clock()), teller)
         self._joined = self._joined or bool(self._membership.living())
         self._notify()
+
+    def _note_lies(self, lies: Sequence[str], teller: str) -> None:
+        for lie in lies:
+            self._transport.blame(Fault.CONTENT, ("teller", teller), f"{teller}: {lie}")
 
     def _notify(self) -> None:
         """Log what happened, and wake those who wait for a change."""

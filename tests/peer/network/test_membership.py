@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from peer.network.membership import (
     FORGET_AFTER,
+    LEAP,
     MAX_INCARNATION,
     RETRANSMISSIONS,
     Change,
@@ -54,11 +56,16 @@ def update(
 
 def membership(index: int = 0, n: int = 10, others: Sequence[int] = ()) -> Membership:
     view = Membership(
-        record(index), settings=NETWORK, n=n, rng=np.random.default_rng(index), now=0.0
+        record(index), settings=NETWORK, n=n, rounds=9, rng=np.random.default_rng(index), now=0.0
     )
     view.hear([update(other) for other in others], 0.0)
     view.drain_events()
     return view
+
+
+def told(view: Membership, word: Update, now: float = 0.0) -> None:
+    """Let a peer answer for itself, where it is."""
+    view.confirm(word, word.record.control, now)
 
 
 def changes(view: Membership) -> list[tuple[Change, int]]:
@@ -94,12 +101,12 @@ def test_joined_peers_are_known_by_index() -> None:
         ((1, State.ALIVE), (1, State.SUSPECT), State.SUSPECT),
         ((1, State.SUSPECT), (1, State.ALIVE), State.SUSPECT),
         ((1, State.SUSPECT), (2, State.ALIVE), State.ALIVE),
-        ((1, State.SUSPECT), (1, State.DEAD), State.DEAD),
+        ((1, State.SUSPECT), (1, State.DEAD), State.SUSPECT),
         ((1, State.ALIVE), (1, State.DEAD), State.SUSPECT),
         ((1, State.DEAD), (1, State.ALIVE), State.DEAD),
         ((1, State.DEAD), (1, State.SUSPECT), State.DEAD),
         ((1, State.DEAD), (2, State.ALIVE), State.ALIVE),
-        ((1, State.ALIVE), (1, State.LEFT), State.LEFT),
+        ((1, State.ALIVE), (1, State.LEFT), State.SUSPECT),
         ((1, State.LEFT), (1, State.DEAD), State.LEFT),
         ((1, State.LEFT), (2, State.ALIVE), State.ALIVE),
         ((2, State.ALIVE), (1, State.LEFT), State.ALIVE),
@@ -262,12 +269,106 @@ def test_record_of_an_earlier_life_is_outbid() -> None:
     assert view.own.record.incarnation == 2
 
 
-def test_incarnation_that_cannot_be_refuted_is_ignored() -> None:
+def test_incarnation_that_nobody_can_have_reached_is_a_lie() -> None:
     view = membership(others=[1])
-    view.hear([update(0, State.DEAD, incarnation=MAX_INCARNATION + 1)], 0.0)
-    view.hear([update(1, State.LEFT, incarnation=MAX_INCARNATION + 1)], 0.0)
+    for index, least in ((0, LEAP + 2), (1, LEAP + 2), (2, MAX_INCARNATION + 1)):
+        lies = view.hear([update(index, State.LEFT, incarnation=least)], 0.0)
+        assert lies == [f"peer {index} is said to be of incarnation {least}"]
     assert view.own.record.incarnation == 1
     assert view.known(1) == [1]
+    assert view.member(2) is None
+    # The last that is believed can still be refuted.
+    assert view.hear([update(0, State.DEAD, incarnation=LEAP + 1)], 0.0) == []
+    assert view.own.record.incarnation == LEAP + 2
+
+
+def test_rounds_beyond_the_plan_are_a_lie() -> None:
+    view = membership(others=[1])
+    for index, status in ((1, Status(finished=10)), (2, Status(published=10**9))):
+        lies = view.hear([update(index, incarnation=2, status=status)], 0.0)
+        assert lies == [f"peer {index} is said to be beyond round 9"]
+    assert view.known(1) == [1]
+
+
+def test_progress_that_others_invent_is_refuted() -> None:
+    view = membership(others=[1])
+    view.set_status(Status(published=2, finished=1))
+    view.hear([update(0, status=Status(published=2, finished=1))], 0.0)
+    assert view.own.record.incarnation == 1
+    view.hear([update(0, status=Status(published=9, finished=9, done=True))], 0.0)
+    assert view.own.record.incarnation == 2
+    assert view.own.status.finished == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"control": "tcp://10.0.0.1:1"},
+        {"data": "tcp://10.0.0.1:1"},
+        {"index": 2},
+        {"first_round": 10**9},
+    ],
+)
+def test_rumour_moves_nobody_who_is_present(fields: dict[str, Any]) -> None:
+    view = membership(others=[1])
+    forged = update(1, incarnation=7)
+    forged = forged.model_copy(update={"record": forged.record.model_copy(update=fields)})
+    assert view.hear([forged], 0.0) == []
+    member = view.member(1)
+    assert member is not None
+    assert member.record == record(1)
+    # It is asked at once, where it was.
+    assert [target.index for target in view.tick(TICK)] == [1]
+    assert view.confirm(update(1), record(1).control, TICK) == ["what was said of peer 1 is not so"]
+    assert view.confirm(update(1), record(1).control, TICK) == []
+    view.hear([forged], TICK)
+    if "first_round" in fields:
+        # What it says there itself is so.
+        assert view.confirm(forged, record(1).control, TICK) == []
+        assert view.known(1) == []
+    else:
+        # Whoever does not answer there any more may be elsewhere.
+        view.hear([update(1, State.SUSPECT)], TICK)
+        ticks(view, 2 * TICK, 5.0)
+        view.hear([forged], 5.0)
+        assert view.members() == [forged]
+
+
+@pytest.mark.parametrize("state", [State.SUSPECT, State.DEAD, State.LEFT])
+def test_answer_of_a_peer_outweighs_every_rumour_of_it(state: State) -> None:
+    view = membership(others=[1])
+    address = record(1).control
+    view.hear([update(1, State.SUSPECT, incarnation=9), update(1, state, incarnation=9)], 0.0)
+    member = view.member(1)
+    assert member is not None
+    assert member.state is State.SUSPECT
+    assert view.confirm(update(1, incarnation=2), address, 0.0) == [
+        "what was said of peer 1 is not so"
+    ]
+    member = view.member(1)
+    assert member is not None
+    assert (member.state, member.record.incarnation) == (State.ALIVE, 2)
+    # At an address where it was not believed to be its word is a rumour.
+    moved = update(1, incarnation=3)
+    elsewhere = "tcp://10.0.0.1:1"
+    moved = moved.model_copy(
+        update={"record": moved.record.model_copy(update={"control": elsewhere})}
+    )
+    view.confirm(moved, elsewhere, 0.0)
+    assert view.members() == [member]
+    view.confirm(update(1, State.LEFT, incarnation=4), address, 0.0)
+    assert view.known(1) == []
+
+
+def test_peer_that_says_another_model_of_itself_is_not_believed() -> None:
+    view = membership(others=[1])
+    other = update(1, incarnation=2)
+    other = other.model_copy(update={"record": other.record.model_copy(update={"model": "b" * 32})})
+    lies = view.confirm(other, record(1).control, 0.0)
+    assert lies == ["peer 1 says of itself: model-mismatch"]
+    member = view.member(1)
+    assert member is not None
+    assert member.record == record(1)
 
 
 def test_status_moves_on_within_an_incarnation_only() -> None:
@@ -302,8 +403,7 @@ def test_index_of_the_living_is_not_given_away() -> None:
     view = membership(others=[1])
     rival = update(1, peer=77)
     assert view.objection(rival.record) is Reason.INDEX_CLASH
-    view.hear([rival], 0.0)
-    assert view.clashes == 1
+    assert view.hear([rival], 0.0) == [f"peer 1 is said to be {77:032x}: index-clash"]
     member = view.member(1)
     assert member is not None
     assert member.record == record(1)
@@ -313,13 +413,12 @@ def test_index_of_the_living_is_not_given_away() -> None:
 
 def test_index_of_the_dead_is() -> None:
     view = membership(others=[1])
-    view.hear([update(1, State.LEFT)], 0.0)
+    told(view, update(1, State.LEFT))
     view.hear([update(1, peer=77)], 0.0)
     assert changes(view) == [(Change.LEFT, 1), (Change.JOINED, 1)]
     # Old gossip about the first holder does not bring it back, not even when the second is gone.
-    view.hear([update(1)], 0.0)
-    assert view.clashes == 1
-    view.hear([update(1, State.LEFT, peer=77)], 0.0)
+    assert len(view.hear([update(1)], 0.0)) == 1
+    told(view, update(1, State.LEFT, peer=77))
     view.hear([update(1)], 0.0)
     assert view.known(1) == []
     view.hear([update(1, incarnation=2)], 0.0)
@@ -330,7 +429,8 @@ def test_peer_under_a_new_index_is_not_there_twice() -> None:
     view = membership(others=[1])
     view.hear([update(2, peer=1, incarnation=1)], 0.0)
     assert view.known(1) == [1]
-    view.hear([update(2, peer=1, incarnation=2)], 0.0)
+    moved = update(2, peer=1, incarnation=2)
+    view.confirm(moved, record(1).control, 0.0)
     assert view.known(1) == [2]
 
 
@@ -341,8 +441,8 @@ def test_other_model_never_joins() -> None:
         update={"record": stranger.record.model_copy(update={"model": "b" * 32})}
     )
     assert view.objection(stranger.record) is Reason.MODEL_MISMATCH
-    view.hear([stranger], 0.0)
-    assert (view.known(1), view.strangers, view.clashes) == ([], 1, 0)
+    assert view.hear([stranger], 0.0) == [f"peer 1 is said to be {1:032x}: model-mismatch"]
+    assert view.known(1) == []
 
 
 def test_gossip_is_own_first_then_least_sent_and_ends() -> None:
@@ -365,7 +465,7 @@ def test_gossip_tells_the_receiver_what_is_believed_of_it() -> None:
     view = membership(others=[1, 2])
     while len(view.gossip(9)) > 1:
         pass
-    view.hear([update(2, State.LEFT)], 0.0)
+    told(view, update(2, State.LEFT))
     while len(view.gossip(9)) > 1:
         pass
     assert view.gossip(9, to=f"{2:032x}")[1] == update(2, State.LEFT)
@@ -378,7 +478,7 @@ def test_gossip_tells_the_receiver_what_is_believed_of_it() -> None:
 def test_leaving_outweighs_and_is_final() -> None:
     view, other = membership(0), membership(1, others=[0])
     view.leave()
-    other.hear(view.gossip(1), 0.0)
+    told(other, view.own)
     assert changes(other) == [(Change.LEFT, 0)]
     view.hear([update(0, State.DEAD, incarnation=9)], 0.0)
     assert view.own.state is State.LEFT
@@ -458,7 +558,7 @@ class Federation(RuleBasedStateMachine):
         self.views[index].leave()
         self.gone.add(index)
         for other in set(range(self.N)) - self.gone:
-            self.views[other].hear(self.views[index].gossip(1), self.now)
+            told(self.views[other], self.views[index].own, self.now)
 
     @rule(index=peers, which=st.integers(0, 1000))
     def old_gossip_arrives_again(self, index: int, which: int) -> None:
@@ -478,7 +578,7 @@ class Federation(RuleBasedStateMachine):
                 member = self.views[index].member(left)
                 held = self.views[left].own.record.incarnation
                 if member is not None and member.record.incarnation >= held:
-                    assert member.state is State.LEFT
+                    assert member.state is not State.ALIVE
 
     def teardown(self) -> None:
         living = sorted(set(range(self.N)) - self.gone)

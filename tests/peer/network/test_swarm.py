@@ -123,6 +123,7 @@ async def node(
             plan_digest=plan,
             own=own,
             n=n,
+            rounds=10,
             settings=FAST,
             bootstrap=bootstrap,
             peers=peers,

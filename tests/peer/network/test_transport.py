@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import os
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -38,6 +37,7 @@ from peer.network.messages import (
 from peer.network.traffic import Traffic
 from peer.network.transport import Buffer, Handler, Transport
 from peer.network.vectors import decode_vector, encode_vector, split
+from simulations.processes import free_port
 
 PING = Ping(updates=())
 MODEL = np.arange(1_000_000, dtype=np.float32) / 1e6
@@ -467,7 +467,4 @@ def open_files() -> int:
 @pytest.fixture
 def unused_port() -> int:
     """A port that, with its successor, nobody listens on."""
-    with socket.socket() as probe_socket:
-        probe_socket.bind(("127.0.0.1", 0))
-        port: int = probe_socket.getsockname()[1]
-    return port
+    return free_port()
