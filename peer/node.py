@@ -30,14 +30,17 @@ from peer.network.transport import Buffer, Transport
 from peer.plan import Plan
 from peer.randomness import Purpose, generator
 from peer.rounds import Result, Rounds
-from peer.rundir import MetricRow
+from peer.rundir import PLAN, MetricRow
 from peer.settings import PeerSettings
 from peer.state import MODEL_CARD, Checkpoint, Identity, StateDirectory
 
 log = logging.getLogger(__name__)
 
-NOTES_INTERVAL = 2.0
+HEALTH_INTERVAL = 2.0
 """Seconds between two health files, and so the grain of what they say of the event loop."""
+
+REMEMBER_INTERVAL = 0.5
+"""Seconds between two looks for new peers to remember, at least."""
 
 LearnerFactory = Callable[[Plan, int], Learner]
 Item = TypeVar("Item")
@@ -96,7 +99,7 @@ class Peer:
             ) as transport:
                 if self._on_listening is not None:
                     self._on_listening(transport.control)
-                plan, index = await self._enrol(transport, identity)
+                plan, index = await self._enrol(transport, identity, checkpoint)
                 _check_checkpoint(checkpoint, plan, index, settings.state)
                 state.keep_identity(identity.model_copy(update={"index": index}))
                 learner = await self._in_worker(self._learner, plan, index, state)
@@ -152,7 +155,8 @@ class Peer:
             async with asyncio.TaskGroup() as group:
                 background = [
                     group.create_task(swarm.run(), name="swarm"),
-                    group.create_task(_keep_notes(state, swarm, rounds), name="notes"),
+                    group.create_task(_report_health(state, swarm, rounds), name="health"),
+                    group.create_task(_remember(state, swarm), name="remember"),
                 ]
                 try:
                     return await rounds.run(checkpoint)
@@ -175,7 +179,9 @@ class Peer:
             raise UserError("--advertise auto needs a --bootstrap or --peer to face")
         return facing(others[0])
 
-    async def _enrol(self, transport: Transport, identity: Identity) -> tuple[Plan, int]:
+    async def _enrol(
+        self, transport: Transport, identity: Identity, checkpoint: Checkpoint | None
+    ) -> tuple[Plan, int]:
         """Return the plan and this peer's index, from the plan file or the bootstrap node."""
         settings = self._settings
         plan = self._plan
@@ -185,25 +191,26 @@ class Peer:
             if settings.index >= plan.n:
                 raise UserError(f"--index {settings.index} is not in 0..{plan.n - 1}")
             return plan, settings.index
+        joined = settings.state / PLAN
+        remembered = Plan.load(joined) if joined.exists() else None
+        if checkpoint is not None and remembered is not None:
+            # It knows all that a bootstrap node could tell, and the others may wait for it.
+            return remembered, checkpoint.index
         index = identity.index if identity.index is not None else settings.index
-        known = settings.state / "plan.toml"
-        remembered = None
-        if identity.index is not None and known.exists():
-            remembered = Plan.load(known)
         enrolled = await enrol(
             transport,
             settings.bootstrap,
             index=index,
             peer_id=identity.peer,
             # A peer that has joined before can go on without the bootstrap node.
-            patience=None if remembered is None else 5.0,
+            patience=None if remembered is None or index is None else 5.0,
         )
-        if enrolled is None:
-            assert remembered is not None
-            assert identity.index is not None
-            log.info("no bootstrap node answers; going on with the plan of the last run")
-            return remembered, identity.index
-        return Plan.from_toml(enrolled.toml, source="the bootstrap node's plan"), enrolled.index
+        if enrolled is not None:
+            return Plan.from_toml(enrolled.toml, source="the bootstrap node's plan"), enrolled.index
+        assert remembered is not None
+        assert index is not None
+        log.info("no bootstrap node answers; going on with the plan that it gave before")
+        return remembered, index
 
     def _learner(self, plan: Plan, index: int, state: StateDirectory) -> Learner:
         """Return the learner, leaving in the state directory how to build its model again."""
@@ -237,16 +244,10 @@ class Peer:
         return await self._rounds.handle(request)
 
 
-async def _keep_notes(state: StateDirectory, swarm: Swarm, rounds: Rounds) -> None:
-    """Keep two files fresh: health, whose age tells whether the event loop runs, and the peers to
-    look for after a restart."""
-    remembered: list[PeerRecord] = []
+async def _report_health(state: StateDirectory, swarm: Swarm, rounds: Rounds) -> None:
+    """Keep a health file fresh: its age tells whether the event loop runs."""
     while True:
-        await asyncio.sleep(NOTES_INTERVAL)
-        records = [member.record for member in swarm.members()]
-        if records != remembered:
-            state.remember(records)
-            remembered = records
+        await asyncio.sleep(HEALTH_INTERVAL)
         state.write_json(
             "health.json",
             {
@@ -255,6 +256,19 @@ async def _keep_notes(state: StateDirectory, swarm: Swarm, rounds: Rounds) -> No
                 "status": rounds.shelf.status.model_dump(),
             },
         )
+
+
+async def _remember(state: StateDirectory, swarm: Swarm) -> None:
+    """Keep a file of the others, whom to look for after a restart."""
+    written = {record.index: record for record in state.remembered()}
+    while True:
+        # Those of an earlier life that were not met again yet may be there all the same.
+        records = written | {m.record.index: m.record for m in swarm.members()}
+        if records != written:
+            state.remember(list(records.values()))
+            written = records
+        await swarm.changed(60.0)
+        await asyncio.sleep(REMEMBER_INTERVAL)
 
 
 def _check_checkpoint(checkpoint: Checkpoint | None, plan: Plan, index: int, path: Path) -> None:
