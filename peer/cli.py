@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from pathlib import Path
@@ -14,7 +15,11 @@ from peer.command import end_on_signal, run_command
 from peer.display import PeerView, configure_logging
 from peer.learning.local_import import import_module
 from peer.memory import return_freed_memory
+from peer.plan import Plan
+from peer.rundir import MetricRow
 from peer.settings import PeerSettings
+
+logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     add_completion=False,
@@ -97,11 +102,21 @@ def run(
 async def _host(settings: PeerSettings) -> None:
     from peer.hosting import host
 
+    if settings.log == "json":
+        await host(settings, on_round=_log_round, traces=False)
+        return
     if settings.replicas > 1:
         await host(settings, traces=False)
         return
     with PeerView() as view:
         await host(settings, on_round=view.update, traces=False)
+
+
+def _log_round(plan: Plan, row: MetricRow) -> None:
+    """Log a finished round for programs, which have no live view to look at."""
+    facts = row.model_dump(include={"t", "index", "accuracy", "precision", "bag_size"})
+    traffic = row.model_dump(include={"wire_sent", "wire_received"})
+    logger.info("round %d of %d", row.t, plan.rounds, extra=facts | traffic)
 
 
 @app.command()
