@@ -29,6 +29,7 @@ from live import (
 )
 
 from peer.plan import Plan
+from peer.rundir import read_metrics
 from simulations.processes import Federation, Worker, free_port
 
 Start = Callable[..., Federation]
@@ -90,7 +91,7 @@ def kill_at_random(run: Federation, victim: Worker, times: int, rng: random.Rand
     """Kill a peer so many times, whatever it is doing, and let it resume each time."""
     reached = 0
     for _ in range(times):
-        time.sleep(rng.uniform(0.0, 4.0))
+        time.sleep(rng.uniform(0.0, 3.0))
         run.poll()
         if not victim.running:  # it has finished
             break
@@ -105,7 +106,7 @@ def test_killed_at_any_moment_it_resumes(federation: Start) -> None:
     plan = small(n=3, rounds=60)
     run = federation(plan)
     victim = run.peers[1]
-    run.wait_for(lambda: (victim.directory / "identity.json").exists(), 30)
+    run.wait_for((victim.directory / "identity.json").exists, 30)
     kill_at_random(run, victim, 3, random.Random(time.time_ns()))
     run.wait(90)
     assert all(finished(worker) == plan.rounds for worker in run.peers)
@@ -142,7 +143,7 @@ def test_sigterm_ends_a_peer_that_trains_and_the_others_know_at_once(tmp_path: P
 
 
 def test_the_bootstrap_node_is_needed_to_meet_only(federation: Start) -> None:
-    """It dies; two peers that die too find each other all the same; it returns; a late one joins."""
+    """It dies; two peers that die too meet again all the same; it returns; a late one joins."""
     plan = small(n=5, min_peers=4, rounds=80)
     run = federation(plan, peers=5, start=4)
     early, late = run.peers[:4], run.peers[4]
@@ -172,3 +173,135 @@ def test_the_bootstrap_node_is_needed_to_meet_only(federation: Start) -> None:
     for worker, (_, other) in zip(early[:2], reversed(indices[:2]), strict=True):
         life = log(worker).rpartition("going on after round")[2]
         assert f"peer {other} joined" in life or f"peer {other} moved" in life
+
+
+def test_all_killed_at_once_go_on_together(federation: Start) -> None:
+    plan = small(rounds=30)
+    run = federation(plan)
+    run.wait_for(lambda: min(map(finished, run.peers)) >= 10, 60)
+    for worker in run.peers:
+        worker.kill()
+    last = {worker.name: checkpoint(worker) for worker in run.peers}
+    for worker in run.peers:
+        worker.start()
+    run.wait(60)
+    for worker in run.peers:
+        assert [row.t for row in rows(worker)] == list(range(1, 31))
+        first = last[worker.name].t + 1
+        # They waited for each other: nobody took a round for lost.
+        assert all(len(choices(worker)[t].neighbours) > 0 for t in range(first + 1, 31))
+
+
+def test_a_peer_that_stood_still_catches_up(federation: Start) -> None:
+    """As a laptop that was closed: taken for dead, it wakes up far behind."""
+    plan = small(n=3, rounds=70)
+    run = federation(plan)
+    sleeper, *others = run.peers
+    run.wait_for(lambda: finished(sleeper) >= 5, 60)
+    sleeper.send(signal.SIGSTOP)
+    run.wait_for(lambda: min(map(finished, others)) >= finished(sleeper) + 15, 60)
+    sleeper.send(signal.SIGCONT)
+    run.wait(90)
+    assert any("caught_up_with" in row.notes for row in rows(sleeper))
+    assert all(finished(worker) == plan.rounds for worker in run.peers)
+    assert longest_round(others) <= longest_allowed(plan)
+
+
+def test_a_peer_that_comes_back_when_all_have_left_finishes_alone(federation: Start) -> None:
+    plan = small(n=3, rounds=20, network=NETWORK | {"request_timeout": 1.0})
+    run = federation(plan)
+    victim, *others = run.peers
+    run.wait_for(lambda: finished(victim) >= 10, 60)
+    victim.kill()
+    run.wait_for(lambda: not any(other.running for other in others), 60)
+    run.kill_bootstrap()
+    victim.start()
+    run.wait(30)
+    assert [row.t for row in rows(victim)] == list(range(1, 21))
+
+
+def test_a_lockstep_federation_repeats_exactly(federation: Start) -> None:
+    plan = small(rounds=10, matching={"l": 2, "k": 1, "t1": 5, "tau": 2})
+
+    def chosen(name: str) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
+        run = federation(plan, name)
+        run.wait(60)
+        return {
+            (row.index, row.t): (row.neighbours, row.bag)
+            for worker in run.peers
+            for row in choices(worker).values()
+        }
+
+    first, second = chosen("first"), chosen("second")
+    assert first == second
+    assert len(first) == plan.n * plan.rounds
+
+
+def test_replicas_log_json_and_settings_come_from_everywhere(
+    federation: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "peer.toml"
+    config.write_text('log = "json"\nreplicas = 1\n')
+    monkeypatch.setenv("PANMESH_CONFIG", str(config))
+    monkeypatch.setenv("PANMESH_REPLICAS", "3")  # above the file
+    monkeypatch.setenv("PANMESH_LISTEN", "no address")  # below the flag
+    plan = small(n=3, rounds=3, matching={"t1": 2})
+    run = federation(plan, peers=1, peer_flags=["--listen", "127.0.0.1:0"])
+    run.wait(60)
+    states = sorted(run.peers[0].directory.iterdir())
+    assert [path.name for path in states] == ["replica-0", "replica-1", "replica-2"]
+    lines = [json.loads(line) for line in log(run.peers[0]).splitlines()]
+    done = {(line["replica"], line["t"]) for line in lines if "accuracy" in line}
+    assert done == {(replica, t) for replica in range(3) for t in (1, 2, 3)}
+    assert {row.index for path in states for row in read_metrics(path)} == {0, 1, 2}
+
+
+def own_data(folder: Path, index: int) -> str:
+    """Write data that only this peer has, and return their spec."""
+    rng = np.random.default_rng(index)
+    y = rng.integers(0, 3, 90)
+    x = rng.normal(size=(90, 4)) + 3 * np.eye(3, 4)[y]
+    if index:
+        np.savez(folder / f"{index}.npz", x=x, y=y)
+        return f"npz:{folder}/{index}.npz"
+    lines = [",".join(map(str, [*features, label])) for features, label in zip(x, y, strict=True)]
+    (folder / "0.csv").write_text("\n".join(["a,b,c,d,kind", *lines]) + "\n")
+    return f"csv:{folder}/0.csv#label=kind"
+
+
+FACTORY = """
+from torch import nn
+
+def small(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(shape[0], 8), nn.ReLU(), nn.Linear(8, classes))
+
+def other(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(shape[0], classes))
+"""
+
+
+@pytest.mark.parametrize("model", ["custom", "sklearn-sgd"])
+def test_own_data_and_own_models(
+    federation: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    (tmp_path / "factory.py").write_text(FACTORY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    plan = small(
+        n=3,
+        rounds=6,
+        model=model,
+        data="own",
+        classes=3,
+        partition={},
+        matching={"t1": 3},
+        training={"epochs": 5},
+    )
+    flags = ["--model", "factory:small"] if model == "custom" else []
+    single = {index: ["--data", own_data(tmp_path, index)] for index in range(3)}
+    run = federation(plan, peer_flags=flags, one_peer_flags=single)
+    run.wait(60)
+    for worker in run.peers:
+        last = rows(worker)[-1]
+        assert last.t == plan.rounds
+        assert last.accuracy is not None
+        assert last.accuracy > 0.8
