@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ from peer.errors import UserError
 from peer.plan import Plan
 from peer.rundir import MetricRow, TopologyRow, read_metrics, read_topology
 from peer.state import Checkpoint, Identity, newest_checkpoint
-from simulations.processes import Worker
+from simulations.processes import Federation, Worker
+
+Start = Callable[..., Federation]
+"""Starts a federation that ends with the test: of a plan, and the arguments of `Federation`."""
 
 NETWORK = {
     "request_timeout": 4.0,
@@ -110,3 +115,22 @@ def log(worker: Worker) -> str:
 def longest_round(workers: Sequence[Worker], since: int = 1) -> float:
     """Return the seconds of the longest round from round `since` on."""
     return max(row.seconds.round for w in workers for row in rows(w) if row.t >= since)
+
+
+def kill_at_random(run: Federation, victim: Worker, times: int, rng: random.Random) -> int:
+    """Kill a peer so many times, whatever it is doing, letting it resume each time.
+
+    Returns how often it was killed: less when it has finished before.
+    """
+    reached = 0
+    for number in range(times):
+        time.sleep(rng.uniform(0.0, 3.0))
+        run.poll()
+        if not victim.running:
+            return number
+        victim.kill()
+        if list(victim.directory.glob("checkpoint-*")):
+            assert checkpoint(victim).t >= reached
+            reached = checkpoint(victim).t
+        victim.start()
+    return times

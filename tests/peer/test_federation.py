@@ -6,21 +6,21 @@ import json
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 from live import (
     NETWORK,
+    Start,
     alone,
     checkpoint,
     choices,
     finished,
     identity,
+    kill_at_random,
     log,
     longest_allowed,
     longest_round,
@@ -28,30 +28,8 @@ from live import (
     small,
 )
 
-from peer.plan import Plan
 from peer.rundir import read_metrics
-from simulations.processes import Federation, Worker, free_port
-
-Start = Callable[..., Federation]
-
-
-@pytest.fixture
-def federation(tmp_path: Path) -> Iterator[Start]:
-    """Make federations that end with the test; no process may be left."""
-    with ExitStack() as stack:
-
-        def make(
-            plan: Plan, name: str = "run", *, start: int | None = None, **more: Any
-        ) -> Federation:
-            made = Federation(plan, tmp_path / name, **more)
-            stack.callback(made.terminate, 2.0)
-            made.bootstrap.start()
-            for worker in made.peers[:start]:
-                worker.start()
-            return made
-
-        yield make
-    assert psutil.Process().children(recursive=True) == []
+from simulations.processes import Worker, free_port
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> None:
@@ -85,21 +63,6 @@ def test_a_killed_peer_goes_on_where_it_was(federation: Start) -> None:
     assert choices(victim)[last.t + 1].bag == last.matcher["bag"] != []
     assert longest_round(others) <= longest_allowed(plan)
     assert all(finished(other) == plan.rounds for other in others)
-
-
-def kill_at_random(run: Federation, victim: Worker, times: int, rng: random.Random) -> None:
-    """Kill a peer so many times, whatever it is doing, and let it resume each time."""
-    reached = 0
-    for _ in range(times):
-        time.sleep(rng.uniform(0.0, 3.0))
-        run.poll()
-        if not victim.running:  # it has finished
-            break
-        victim.kill()
-        if list(victim.directory.glob("checkpoint-*")):
-            assert checkpoint(victim).t >= reached
-            reached = checkpoint(victim).t
-        victim.start()
 
 
 def test_killed_at_any_moment_it_resumes(federation: Start) -> None:
