@@ -234,6 +234,8 @@ class BootstrapNode:
     def _check_own(self, sender: str, update: Update) -> None:
         if update.record.peer != sender:
             raise RefusedError(Reason.BAD_REQUEST, "the update must be the sender's own")
+        if max(update.status.published, update.status.finished) > self.plan.rounds:
+            raise RefusedError(Reason.BAD_REQUEST, f"the plan has {self.plan.rounds} rounds")
 
     def _known(self, *, to: str) -> Known:
         """Return who is present, but for the receiver; where all do not fit, the next few."""

@@ -42,6 +42,10 @@ from peer.plan import Plan
 PATIENCE = 5.0
 """Longest wait, in seconds, that a request asks of the other side before it asks again."""
 
+MAX_WAITERS = 128
+"""Requests that may wait at one peer for its next round; further ones are answered at once, so that
+those who wait without end leave room for others."""
+
 PULLS_AT_ONCE = 4
 """Models in flight towards one peer: more only compete for its link and memory."""
 
@@ -77,6 +81,7 @@ class Shelf:
         self._snapshots: OrderedDict[int, Snapshot] = OrderedDict()
         self.status = Status()
         self.progress = asyncio.Condition()
+        self._waiters = 0
 
     async def publish(self, snapshot: Snapshot) -> None:
         """Put a snapshot on the shelf; the oldest falls off when there are more than `history`."""
@@ -92,12 +97,17 @@ class Shelf:
             self.progress.notify_all()
 
     async def wait_until(self, reached: Callable[[], bool], seconds: float) -> bool:
-        """Return whether `reached` came true within `seconds`."""
+        """Return whether `reached` came true within `seconds`, or `PATIENCE` if that is shorter."""
+        if reached() or seconds <= 0 or self._waiters >= MAX_WAITERS:
+            return reached()
+        self._waiters += 1
         try:
-            async with asyncio.timeout(seconds), self.progress:
+            async with asyncio.timeout(min(seconds, PATIENCE)), self.progress:
                 await self.progress.wait_for(reached)
         except TimeoutError:
             return False
+        finally:
+            self._waiters -= 1
         return True
 
     async def get(self, t: int, staleness: int | None, wait: float) -> Snapshot:
@@ -173,7 +183,14 @@ class Exchange:
         staleness = plan.network.staleness
         self._staleness = None if staleness == "async" else staleness
         self._pulls = asyncio.Semaphore(PULLS_AT_ONCE)
+        self._deadline = 0.0
+        self._overdue: set[int] = set()
         self.tally = Tally()
+
+    def begin_round(self) -> None:
+        """Count anew, and give all exchanges from now on one `round_timeout` together."""
+        self.tally = Tally()
+        self._deadline = asyncio.get_running_loop().time() + self._plan.network.round_timeout
 
     def snapshot(
         self, t: int, before: Vector, after: Vector, evidence: Evidence
@@ -307,7 +324,7 @@ class Exchange:
     async def wait_for_all(self, round_: int, seconds: float) -> bool:
         """Return whether every living peer that takes part in `round_` finished it in `seconds`.
 
-        A peer that answers nonsense is not waited for.
+        A peer that answers nonsense is not waited for, nor one that is overdue.
         """
         deaf: set[int] = set()
 
@@ -318,6 +335,8 @@ class Exchange:
                 )
                 if not isinstance(reply, Reached):
                     raise ProtocolError("not how far it is")
+                if max(reply.status.published, reply.status.finished) > self._plan.rounds:
+                    raise ProtocolError(f"beyond round {self._plan.rounds}")
             except ProtocolError as error:
                 self._swarm.misbehaved(index, str(error))
                 deaf.add(index)
@@ -329,20 +348,33 @@ class Exchange:
                     return
             await self._swarm.changed(0.2)
 
-        def behind() -> list[int]:
-            return [
-                index
-                for index in self._swarm.known(round_)
-                if (member := self._swarm.member(index)) and member.status.finished < round_
-            ]
-
         try:
             async with asyncio.timeout(seconds):
-                while waiting := set(behind()) - deaf:
+                while waiting := self._behind(round_) - deaf:
                     await asyncio.gather(*map(ask, sorted(waiting)))
         except TimeoutError:
             return False
         return True
+
+    async def wait_for_stragglers(self, round_: int) -> None:
+        """Wait until all have finished `round_`, and for one `round_timeout` at most."""
+        if not await self.wait_for_all(round_, self._plan.network.round_timeout):
+            for index in self._behind(round_):
+                self._give_up(index)
+
+    def _behind(self, round_: int) -> set[int]:
+        return {
+            index
+            for index in self._swarm.known(round_)
+            if (member := self._swarm.member(index)) and member.status.finished < round_
+        } - self._overdue
+
+    def _give_up(self, index: int) -> None:
+        """Note that a living peer let a whole `round_timeout` pass. [choice] It may take part as
+        before, but until it delivers again nobody waits for it longer than for any answer: else one
+        peer that only pretends to live would cost every round that time."""
+        self._overdue.add(index)
+        self._swarm.overdue(index, f"did not deliver in {self._plan.network.round_timeout:g} s")
 
     @property
     def _wait(self) -> float:
@@ -371,17 +403,33 @@ class Exchange:
     ) -> Item | None:
         """Return what `ask` brings, asking again as long as the mode allows; None when it is over.
 
-        In lockstep the living are waited for (up to `round_timeout`); otherwise, and for the
-        `newest` snapshot, one `request_timeout` is all a peer gets. A peer that answers nonsense is
-        not asked again.
+        In lockstep the living are waited for (until the round's `round_timeout` is over);
+        otherwise, and for the `newest` snapshot or an overdue peer, one `request_timeout` is all a
+        peer gets. A peer that answers nonsense is not asked again.
         """
+        end = asyncio.get_running_loop().time() + self._plan.network.request_timeout
+        patient = self._plan.lockstep and not newest and index not in self._overdue
+        if patient:
+            end = max(end, self._deadline)
+        try:
+            async with asyncio.timeout_at(end if patient else None):
+                item = await self._ask_until(end, index, ask, newest=newest)
+        except TimeoutError:
+            if patient:
+                self._give_up(index)
+            return None
+        if item is not None:
+            self._overdue.discard(index)
+        return item
+
+    async def _ask_until(
+        self, end: float, index: int, ask: Callable[[], Awaitable[Item]], *, newest: bool
+    ) -> Item | None:
+        """Return what `ask` brings; None when there is no use in asking again. Raises TimeoutError
+        at `end`, in the event loop's time."""
         lockstep = self._plan.lockstep and not newest
-        network = self._plan.network
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        budget = network.round_timeout if lockstep else network.request_timeout
         was_late = False
-        while loop.time() - start < budget:
+        while asyncio.get_running_loop().time() < end:
             try:
                 return await ask()
             except ProtocolError as error:
@@ -399,7 +447,7 @@ class Exchange:
                 self.tally.late += 1
                 was_late = True
             await self._swarm.changed(0.2)
-        return None
+        raise TimeoutError
 
     def _check_round(self, got: int, wanted: int) -> None:
         if self._staleness is not None:

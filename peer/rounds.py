@@ -281,7 +281,6 @@ class Rounds:
     async def _round(self, t: int) -> None:
         """Round t of Algorithm 1: train, publish, match, aggregate."""
         clock = _Clock()
-        self.exchange.tally.late = self.exchange.tally.missing = 0
         known = self.swarm.known(t)
         rng = generator(self.plan.seed, Purpose.CANDIDATES, index=self.index, t=t)
         candidates = self._matcher.candidates(t, known, rng)
@@ -289,9 +288,8 @@ class Rounds:
         clock.lap("train")
         if self.plan.lockstep and t > self.plan.network.history:
             # The snapshot that falls off the shelf must not be one that somebody still needs.
-            await self.exchange.wait_for_all(
-                t - self.plan.network.history, self.plan.network.round_timeout
-            )
+            await self.exchange.wait_for_stragglers(t - self.plan.network.history)
+        self.exchange.begin_round()
         evidence = self._matcher.evidence
         snapshot, own = self.exchange.snapshot(t, self._model, trained, evidence)
         await self.shelf.publish(snapshot)

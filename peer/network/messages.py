@@ -326,4 +326,6 @@ def _summary(error: ValidationError | RecursionError) -> str:
     if isinstance(error, RecursionError):
         return "nested too deeply"
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    return f"{'.'.join(str(part)[:20] for part in first['loc'][:4])}: {first['type']}"[:120]
+    # A place may be a key that the sender made up.
+    place = ".".join(ascii(part)[:20] for part in first["loc"][:4])
+    return f"{place}: {first['type']}"[:120]

@@ -169,6 +169,10 @@ class Swarm:
         """Report that a peer answered what it should not: counted, and logged once."""
         self._transport.blame(Fault.CONTENT, ("peer", index), f"peer {index}: {detail}")
 
+    def overdue(self, index: int, detail: str) -> None:
+        """Report that a peer lives but does not deliver: counted, and logged once."""
+        self._transport.blame(Fault.OVERDUE, ("overdue", index), f"peer {index} {detail}")
+
     async def run(self) -> None:
         """Keep the membership; never returns.
 

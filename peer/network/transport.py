@@ -385,7 +385,9 @@ class Transport:
         """Answer the request `number` of a sender that may be slow to read, or gone."""
         stamp = {"id": number, "sender": self._sender, "plan": self._plan}
         header = encode(reply.model_copy(update=stamp))
-        patience = SEND_PATIENCE if patience is None else patience
+        if patience is None:
+            # The fewer places are left, the sooner one is taken from a receiver that does not read.
+            patience = SEND_PATIENCE * (1 - self._answering / MAX_WAITING)
         try:
             if await _send(router, [routing_id, header, *chunks], patience):
                 self.traffic.sent(reply.kind, len(header), sum(map(len, chunks)))
@@ -407,7 +409,10 @@ class Transport:
             if address not in self._links:
                 while len(self._links) >= MAX_LINKS:
                     self._retire(next(iter(self._links.values())))
-                dealer = self._socket(zmq.DEALER)
+                try:
+                    dealer = self._socket(zmq.DEALER)
+                except zmq.ZMQError as error:  # too many open files
+                    raise UnreachableError(f"no connection: {error.strerror}") from None
                 dealer.set(zmq.IMMEDIATE, 1)
                 dealer.set(zmq.MAXMSGSIZE, CHUNK + _FRAME_MARGIN)
                 dealer.set(zmq.LINGER, 0)
