@@ -128,7 +128,7 @@ class Rounds:
             MatcherSettings.from_plan(plan, index),
         )
         self._writer = RunWriter(state.path, plan)
-        self._model = self._initial
+        self._model = self._trained = self._initial
         self._scores = Scores(0.0, float("inf"))
         self._before: dict[str, int] = {}
         self._notes: dict[str, Any] = {}
@@ -284,7 +284,7 @@ class Rounds:
         known = self.swarm.known(t)
         rng = generator(self.plan.seed, Purpose.CANDIDATES, index=self.index, t=t)
         candidates = self._matcher.candidates(t, known, rng)
-        trained = await self._in_worker(self.learner.fit, self._model, t)
+        trained = await self._train(t)
         clock.lap("train")
         if self.plan.lockstep and t > self.plan.network.history:
             # The snapshot that falls off the shelf must not be one that somebody still needs.
@@ -322,6 +322,21 @@ class Rounds:
                 accuracy=self._scores.accuracy,
             )
         )
+
+    async def _train(self, t: int) -> Vector:
+        """Return w^{t-1/2}: the model [e] after local training, its values finite.
+
+        [choice] Where training diverges, most likely from what others mixed in, this peer goes back
+        to the last model of its own training and trains that instead.
+        """
+        for _ in range(2):
+            trained: Vector = await self._in_worker(self.learner.fit, self._model, t)
+            if math.isfinite(np.sum(trained, dtype=np.float64)):
+                self._trained = trained
+                break
+            log.warning("training diverged in round %d; going back to this peer's own model", t)
+            self._model = self._trained
+        return self._trained
 
     @property
     def _sketched(self) -> bool:

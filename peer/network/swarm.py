@@ -287,7 +287,10 @@ class Swarm:
             pong = await self._ping(target.control, updates, self._membership.probe_timeout)
         except RefusedError as refusal:
             return refusal.reason in (Reason.BUSY, Reason.NOT_YET)
-        except (UnreachableError, ProtocolError):
+        except ProtocolError as error:
+            self.misbehaved(target.index, str(error))
+            return False
+        except UnreachableError:
             return False
         # Another peer may have got the address of one that is gone.
         return pong.updates[0].record.peer == target.peer
@@ -301,7 +304,10 @@ class Swarm:
             )
         except RefusedError:
             return False
-        except (UnreachableError, ProtocolError):
+        except ProtocolError as error:
+            self.misbehaved(helper.index, str(error))
+            return None
+        except UnreachableError:
             return None
         if not isinstance(pong, Pong) or not pong.updates:
             return None
@@ -385,7 +391,9 @@ class Swarm:
                 self._hear(known.updates, address)
         except RefusedError as refusal:
             self._misfit(refusal, f"the peer at {address}", fatal=address in self._given)
-        except (UnreachableError, ProtocolError):
+        except ProtocolError as error:
+            self._transport.blame(Fault.CONTENT, address, f"{address}: {error}")
+        except UnreachableError:
             pass
 
     def _misfit(self, refusal: RefusedError, who: str, *, fatal: bool = True) -> None:

@@ -31,7 +31,7 @@ class Fault(StrEnum):
     HANDLER = "handler"
     """A request whose handler raised what it must not."""
     CONTENT = "content"
-    """A valid message that contradicts what is known: a forged record, a bad model."""
+    """What a peer sent or said is of no use: a bad model, a forged record, an odd answer."""
     OVERDUE = "overdue"
     """A living peer that did not deliver in a whole `round_timeout`."""
 

@@ -2,8 +2,9 @@
 
 Contract. A `Transport` binds one ROUTER for control and one for data, so that a ping never queues
 behind models, and keeps one DEALER per address it has asked something. Every message from outside
-passes `messages.decode`; what does not is counted, logged once a sender and dropped. A request gets
-at most one reply; a reply that comes too late is dropped.
+passes `messages.decode`; what does not is counted and dropped. A bad request is logged, once a
+sender; a bad reply is told to whoever asked, who knows whom to blame. A request gets at most one
+reply; a reply that comes too late is dropped.
 
 Known traps, and what is done about them:
 - A cancelled `recv` of `zmq.asyncio` can lose a message: every socket has one receiver task, which
@@ -440,7 +441,7 @@ class Transport:
                 raise ProtocolError(f"{reply.kind} is not a reply")
         except ProtocolError as error:
             # It cannot be told whose reply this was meant to be: trust none of this connection's.
-            self.blame(Fault.BAD_REPLY, link.address, f"{link.address}: {error}")
+            self.traffic.fault(Fault.BAD_REPLY)
             link.fail(error)
             return
         payload = sum(map(len, chunks))
@@ -456,7 +457,7 @@ class Transport:
             if payload > limit or len(chunks) > _most_chunks(limit):
                 raise ProtocolError(f"{len(chunks)} chunks of {payload} bytes, at most {limit}")
         except ProtocolError as error:
-            self.blame(Fault.BAD_REPLY, link.address, f"{link.address}: {error}")
+            self.traffic.fault(Fault.BAD_REPLY)
             pending.reply.set_exception(error)
             return
         pending.reply.set_result((reply, chunks))
