@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,15 @@ from peer.errors import UserError
 from peer.plan import Plan
 from simulations.figures import save
 from simulations.runs import Equipment
-from simulations.study import Line, Setting, Study, Variant, check_methods, run_study
+from simulations.study import (
+    Line,
+    Setting,
+    Study,
+    Variant,
+    check_count,
+    check_methods,
+    run_study,
+)
 from simulations.study import parse_variation as parse
 from simulations.tables import study_figure, study_table, write_csv
 
@@ -74,6 +83,7 @@ def _settings(variations: Sequence[str]) -> list[Setting]:
     keys = [choices[0][0] for choices in values]
     if len(set(keys)) < len(keys):
         raise UserError("a key is set twice", "write its values as --set KEY=V1,V2")
+    check_count(math.prod(map(len, values)))  # before there is one object for each
     return [
         Setting(
             labels={

@@ -101,9 +101,7 @@ class Study:
 
         Raises UserError for changes that make no plan, and for more than MAX_CELLS runs.
         """
-        count = len(self.settings) * len(self.variants) * len(self.seeds)
-        if count > MAX_CELLS:
-            raise UserError(f"{count} runs are more than {MAX_CELLS}", "vary fewer values at once")
+        check_count(len(self.settings) * len(self.variants) * len(self.seeds))
         return [
             Cell(setting, variant, seed, self._plan(setting, variant, seed))
             for setting in self.settings
@@ -148,6 +146,12 @@ def _toml_value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, KeyError):
         return text
+
+
+def check_count(runs: int) -> None:
+    """Raise UserError when a study would have more than MAX_CELLS runs."""
+    if runs > MAX_CELLS:
+        raise UserError(f"{runs} runs are more than {MAX_CELLS}", "vary fewer values at once")
 
 
 def check_methods(names: Sequence[str]) -> None:

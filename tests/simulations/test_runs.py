@@ -14,7 +14,14 @@ from peer.errors import UserError
 from peer.plan import Plan
 from peer.rundir import read_metrics, read_plan, read_topology
 from simulations.demo import demo_plan
-from simulations.runs import changed, clear_run, compare, run_population
+from simulations.runs import (
+    Equipment,
+    PopulationMaker,
+    changed,
+    clear_run,
+    compare,
+    run_population,
+)
 
 PLAN = Plan.model_validate(
     {
@@ -108,6 +115,41 @@ def test_the_command_runs_a_plan_in_one_process_and_draws_it(tmp_path: Path) -> 
     assert (out / "plots" / "accuracy.svg").exists()
     again = simulate("report", str(out))
     assert str(out / "plots" / "topology.png") in again.stdout.splitlines()
+
+
+def test_processes_are_not_started_for_a_central_method(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(PLAN.to_toml())
+    out = tmp_path / "run"
+    done = simulate(
+        "run", str(tmp_path / "plan.toml"), "--method", "fedavg", "--backend", "processes",
+        "--out", str(out),
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the method fedavg is central")
+    assert not out.exists()
+
+
+def test_a_coordinator_s_bytes_go_down_and_up(tmp_path: Path) -> None:
+    plan = changed(PLAN, {"method": "ifca", "central.redraws": 0, "rounds": 1})
+    with PopulationMaker(Equipment(reference=True)) as maker:
+        summary = run_population(plan, tmp_path / "run", maker=maker)
+    model = summary["bytes_sent"] // 4
+    assert summary["bytes_received"] == 2 * 4 * model
+    assert summary["bytes_moved"] == 3 * 4 * model
+
+
+def test_plans_that_differ_in_their_method_alone_share_an_engine(tmp_path: Path) -> None:
+    with PopulationMaker() as maker:
+        made = [
+            maker.make(changed(PLAN, changes))
+            for changes in (
+                {"method": "local"}, {"method": "ifca", "matching.l": 1}, {"rounds": 5},
+                {"matching.loss_samples": 3}, {"seed": 1},
+            )
+        ]  # fmt: skip
+        engines = [getattr(own, "engine", None) or own.crew._engine for own in made]  # type: ignore[attr-defined]
+    assert engines[0] is engines[1] is engines[2]
+    assert len(set(map(id, engines))) == 3
 
 
 def test_a_mistake_is_one_line_and_a_hint(tmp_path: Path) -> None:

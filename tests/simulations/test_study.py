@@ -234,6 +234,7 @@ def test_a_comparison_is_a_table_a_csv_and_a_picture(
         (["pens"], ["matching.l=0"], r"matching\.l: "),
         (["pens"], ["n=4", "n=5"], "set twice"),
         (["pens"], ["matching.l=" + ",".join(map(str, range(1, 10_002)))], "more than 10000"),
+        (["pens"], [f"{key}={'1,' * 999}1" for key in "abcdefg"], "more than 10000"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(
