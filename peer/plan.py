@@ -148,14 +148,20 @@ class CflPlan(_Table):
         description="gamma_max, the members' largest relative error, for the gate (paper); "
         "estimated from the cosines if not given",
     )
+    contrast: float = Field(
+        default=0.6,
+        ge=0,
+        description="a half of m members is coherent when its mean cosine inside exceeds that "
+        "across by contrast / sqrt(m) (contrast)",
+    )
     level: float = Field(
-        default=1e-6,
+        default=1e-3,
         gt=0,
-        lt=1,
-        description="largest chance of a contrast where all is one cluster (contrast)",
+        le=1,
+        description="largest chance, by a t test, of a coherent half (contrast)",
     )
     patience: int = Field(
-        default=3, ge=1, le=1000, description="rounds that must find the same cut (contrast)"
+        default=3, ge=1, le=1000, description="sound cuts running that must agree (contrast)"
     )
     min_half: int = Field(
         default=2, ge=2, le=MAX_PEERS, description="members of the smaller half (contrast)"

@@ -45,14 +45,13 @@ class Contrast(NamedTuple):
     Attributes:
         within: mean cosine inside each half; nan for a half of one client.
         across: mean cosine between the halves.
-        t: the lesser of the halves' t statistics of within - across; -inf for a half of one.
-        p: the chance that a fixed cut of exchangeable cosines has a t as large.
+        p: for each half, the chance that Student's t test gives to a fixed cut of exchangeable
+            cosines to be as much more alike inside; 1 for a half of one client.
     """
 
     within: tuple[float, float]
     across: float
-    t: float
-    p: float
+    p: tuple[float, float]
 
 
 def gram(updates: Sequence[Vector]) -> Matrix:
@@ -108,27 +107,32 @@ def bipartition(alpha: Matrix) -> Cut:
 
 
 def contrast(alpha: Matrix, cut: Cut) -> Contrast:
-    """Return how the cosines [M, M] inside the halves of a cut compare with those across.
-
-    Each half's cosines are compared with those across by Student's t for two samples, with the
-    variance pooled over all three groups; the half that says less counts. A noisy client, or a
-    few, whose cosines are low with everybody is no cluster: it is no more like its own half.
-    """
+    """Return how the cosines [M, M] inside the halves of a cut compare with those across."""
     halves = [np.array(cut.first), np.array(cut.second)]
-    inside = [alpha[np.ix_(half, half)][np.triu_indices(len(half), 1)] for half in halves]
+    first, second = (alpha[np.ix_(h, h)][np.triu_indices(len(h), 1)] for h in halves)
     across = alpha[np.ix_(*halves)].ravel()
-    groups = [*inside, across]
-    within = tuple(float(group.mean()) if group.size else math.nan for group in inside)
-    freedom = sum(group.size - 1 for group in groups)
-    if min(group.size for group in inside) == 0 or freedom < 1:
-        return Contrast((within[0], within[1]), float(across.mean()), -math.inf, 1.0)
-    variance = sum(float(np.sum((group - group.mean()) ** 2)) for group in groups) / freedom
-    t = math.inf
-    for group in inside:
-        error = math.sqrt(variance * (1 / group.size + 1 / across.size))
-        difference = float(group.mean() - across.mean())
-        t = min(t, difference / error if error > 0 else math.copysign(math.inf, difference))
-    return Contrast((within[0], within[1]), float(across.mean()), t, float(stdtr(freedom, -t)))
+    return Contrast(
+        (_mean(first), _mean(second)),
+        _mean(across),
+        (_chance(first, across), _chance(second, across)),
+    )
+
+
+def _mean(values: Matrix) -> float:
+    return float(values.mean()) if values.size else math.nan
+
+
+def _chance(within: Matrix, across: Matrix) -> float:
+    """Return the p of the t test, variance pooled, that the mean of `within` is the larger."""
+    if not within.size:
+        return 1.0
+    difference = _mean(within) - _mean(across)
+    freedom = within.size + across.size - 2
+    squares = sum(float(np.square(part - part.mean()).sum()) for part in (within, across))
+    error = math.sqrt(squares / freedom * (1 / within.size + 1 / across.size))
+    if error == 0:
+        return 0.0 if difference > 0 else 1.0
+    return float(stdtr(freedom, -difference / error))
 
 
 def separation_gap(alpha: Matrix, cut: Cut, clusters: Sequence[int]) -> float | None:

@@ -10,10 +10,12 @@ sound. Which cuts are sound is told by one of two rules.
 gamma_max bounds every member's relative error. A bound that is guessed too small lets it peel a
 cluster of one distribution apart, member by member; one above 1 keeps it shut.
 
-`contrast`, the default, is ours. It compares the cosines inside each half with those across by a t
-test, and wants to find the same cut several times. It assumes that where all members share one
-distribution the cosines of different pairs are exchangeable, so that no cut has a contrast beyond
-chance. It never cuts off a single member, whose likeness to its own half cannot be judged.
+`contrast`, the default, is ours. A cut is sound when one half is coherent and the other no less
+alike inside than across, and when some cuts running are sound and agree. A half of m members is
+coherent when its mean cosine inside exceeds that across by contrast / sqrt(m), and by more than a t
+test gives to chance. It assumes that members of one distribution differ by chance: then a few may
+be alike, but the more they are, the less their mean cosine exceeds that with the others. It never
+cuts off a single member, whose likeness to its own half cannot be judged.
 """
 
 from __future__ import annotations
@@ -34,14 +36,11 @@ from bootstrap.coordination.bipartition import (
     gram,
     separation_gap,
 )
-from bootstrap.coordination.tree import Halves, Node, ParameterTree, Proposal
+from bootstrap.coordination.tree import Node, ParameterTree
 from peer.learning.learner import Vector
 from peer.plan import CflPlan
 
 Members = tuple[int, ...]
-
-MAX_PROPOSALS = 16
-"""Cuts that await confirmation; the one found longest ago gives way to a new one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ class Evidence:
         gap: the separation gap g(alpha), where true clusters are known.
         gamma_max: the error bound, given or estimated. gate: whether it opens the papers' gate.
         within: mean cosine inside each half; across: between the halves.
-        t_statistic, p: the contrast of the cut, and the chance of it within one distribution.
+        p: for each half, the chance of being so much more alike inside.
     """
 
     halves: tuple[Members, Members]
@@ -63,8 +62,7 @@ class Evidence:
     gate: bool
     within: tuple[float, float]
     across: float
-    t_statistic: float
-    p: float
+    p: tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +75,7 @@ class Attempt:
             mean_norm of this cluster so far.
         eps1, eps2: what they are compared with.
         evidence: of the cut; None when none was sought.
-        found: how many rounds have found this sound cut, since the last that found none.
+        agreeing: how many sound cuts running, up to this one, agree with it.
         children: the nodes that it was split into; None when it was not: `why_not` says why.
     """
 
@@ -90,7 +88,7 @@ class Attempt:
     eps1: float
     eps2: float
     evidence: Evidence | None
-    found: int
+    agreeing: int
     children: tuple[int, int] | None
     why_not: str | None
 
@@ -173,13 +171,14 @@ class ClusteredServer:
         else:
             evidence = self._evidence(members, trained)
             why_not = objection(self.settings, evidence)
-        found = _confirm(node, evidence.halves if evidence and not why_not else None)
-        if not why_not and self.settings.rule == "contrast" and found < self.settings.patience:
+        sound = evidence.halves if evidence and not why_not else None
+        agreeing = _confirm(node, sound, self.settings)
+        if sound and self.settings.rule == "contrast" and agreeing < self.settings.patience:
             why_not = "the cut awaits confirmation"
         count = len(self.tree.nodes)
         return Attempt(
             t=t, node=v, members=members, mean_norm=mean_norm, max_norm=max_norm,
-            largest=node.largest, eps1=eps1, eps2=eps2, evidence=evidence, found=found,
+            largest=node.largest, eps1=eps1, eps2=eps2, evidence=evidence, agreeing=agreeing,
             children=None if why_not else (count, count + 1), why_not=why_not,
         )  # fmt: skip
 
@@ -198,7 +197,7 @@ class ClusteredServer:
         return Evidence(
             halves=(first, second), cross_max=cut.cross_max, gap=gap, gamma_max=gamma_max,
             gate=theory.gate(cut.cross_max, gamma_max), within=found.within, across=found.across,
-            t_statistic=found.t, p=found.p,
+            p=found.p,
         )  # fmt: skip
 
 
@@ -220,35 +219,42 @@ def objection(settings: CflPlan, evidence: Evidence) -> str | None:
     """Return why the plan's rule does not hold a cut for sound; None when it does."""
     if settings.rule == "paper":
         return None if evidence.gate else "the gate is shut: gamma_max is too large for this cut"
-    if min(map(len, evidence.halves)) < settings.min_half:
+    sizes = [len(half) for half in evidence.halves]
+    if min(sizes) < settings.min_half:
         return "a half is too small"
-    # [choice] the chance is that of a fixed cut, not of the best of many; the level is far below
-    # usual ones for that reason, and because every round tests anew.
-    return None if evidence.p < settings.level else "the contrast of the halves is within chance"
+    # [choice] mean cosines: they tell a right cut from a peel. Both halves are asked, for a few
+    # noisy members, unlike everybody, are no more like each other. But one coherent half will do:
+    # while the other still holds several clusters, its own mean hardly shows.
+    excess = [within - evidence.across for within in evidence.within]
+    if min(excess) <= 0:
+        return "a half is no more alike inside than across"
+    coherent = (
+        more >= settings.contrast / math.sqrt(size) and p < settings.level
+        for more, size, p in zip(excess, sizes, evidence.p, strict=True)
+    )
+    return None if any(coherent) else "neither half is coherent"
 
 
-def _confirm(node: Node, halves: tuple[Members, Members] | None) -> int:
-    """Note a sound cut, or that a round found none; return how often this one has been found.
+def _confirm(node: Node, halves: tuple[Members, Members] | None, settings: CflPlan) -> int:
+    """Note a sound cut, or that a round found none; return how many sound cuts running agree.
 
-    [choice] rounds count from the last that found no sound cut, but need not find the same cut one
-    after another: between three or more clusters several cuts are right, and they take turns.
+    [choice] Cuts need not be the same to agree: between three or more clusters several are right,
+    and they take turns. But what two right cuts make of those that are in both, four groups or
+    fewer, are clusters; a group smaller than `min_half` shows a member on the wrong side.
     """
     if halves is None:
         node.proposals = []
         return 0
     cut = (frozenset(halves[0]), frozenset(halves[1]))
-    alike = [proposal for proposal in node.proposals if _agree(proposal.halves, cut)]
-    others = [proposal for proposal in node.proposals if proposal not in alike]
-    found = max((proposal.found for proposal in alike), default=0) + 1
-    node.proposals = [*others, Proposal(cut, found)][-MAX_PROPOSALS:]
-    return found
-
-
-def _agree(before: Halves, now: Halves) -> bool:
-    """Tell whether two cuts separate those that are in both of them alike, and separate some."""
-    both = (before[0] | before[1]) & (now[0] | now[1])
-    halves = {half & both for half in now}
-    return frozenset() not in halves and halves == {half & both for half in before}
+    agreeing = 1
+    for before in reversed(node.proposals):
+        groups = [len(a & b) for a in before for b in cut if a & b]
+        if len(groups) < 2 or min(groups) < settings.min_half:
+            break
+        agreeing += 1
+    proposals = [*node.proposals, cut]
+    node.proposals = proposals[max(0, len(proposals) + 1 - settings.patience) :]
+    return agreeing
 
 
 def _mean(updates: Mapping[int, Vector], weights: Mapping[int, float] | None) -> Vector:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +22,6 @@ from peer.learning.learner import Vector
 Halves = tuple[frozenset[int], frozenset[int]]
 
 ROOT = 0
-
-
-class Proposal(NamedTuple):
-    """A cut that was found sound, and in how many rounds."""
-
-    halves: Halves
-    found: int
 
 
 @dataclass
@@ -61,7 +53,7 @@ class Node:
         largest: the largest norm of a mean update seen, here or before the splits above.
         parent, edge: what the node came from; None for the root.
         children: None for a leaf.
-        proposals: the cuts that await confirmation, the one found last at the end.
+        proposals: the last cuts that were found and await confirmation, in order.
     """
 
     update: Vector
@@ -70,7 +62,7 @@ class Node:
     parent: int | None = None
     edge: Edge | None = None
     children: tuple[int, int] | None = None
-    proposals: list[Proposal] = field(default_factory=list)
+    proposals: list[Halves] = field(default_factory=list)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from bootstrap.coordination.tree import Edge, Node, ParameterTree, Proposal
+from bootstrap.coordination.tree import Edge, Node, ParameterTree
 from peer.errors import StateError
 from peer.files import remove_unfinished, write_atomically
 from peer.learning.learner import Vector
@@ -45,18 +45,13 @@ class _EdgeRecord(_Record):
     updates: _Digest
 
 
-class _ProposalRecord(_Record):
-    halves: tuple[tuple[_Peer, ...], tuple[_Peer, ...]]
-    found: _Count
-
-
 class _NodeRecord(_Record):
     t: _Count
     largest: _Norm
     parent: _Place | None
     edge: _EdgeRecord | None
     children: tuple[_Place, _Place] | None
-    proposals: tuple[_ProposalRecord, ...]
+    proposals: tuple[tuple[tuple[_Peer, ...], tuple[_Peer, ...]], ...]
     update: _Digest
 
 
@@ -126,8 +121,7 @@ class TreeStore:
             edge=edge,
             children=node.children,
             proposals=tuple(
-                _ProposalRecord(halves=(tuple(sorted(first)), tuple(sorted(second))), found=found)
-                for (first, second), found in node.proposals
+                (tuple(sorted(first)), tuple(sorted(second))) for first, second in node.proposals
             ),
             update=self._write(node.update),
         )
@@ -164,10 +158,7 @@ class TreeStore:
             parent=record.parent,
             edge=edge,
             children=record.children,
-            proposals=[
-                Proposal((frozenset(p.halves[0]), frozenset(p.halves[1])), p.found)
-                for p in record.proposals
-            ],
+            proposals=[(frozenset(first), frozenset(second)) for first, second in record.proposals],
         )
 
     def _read(self, digest: str, shape: tuple[int, ...]) -> Vector:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bootstrap.coordination.cfl import Attempt, ClusteredServer, thresholds
-from bootstrap.coordination.tree import ParameterTree
+from bootstrap.coordination.cfl import Attempt, ClusteredServer, _confirm, thresholds
+from bootstrap.coordination.tree import Node, ParameterTree
 from bootstrap.coordination.tree_store import TreeStore
 from peer.errors import UserError
 from peer.learning.learner import Entry, Manifest
@@ -106,7 +106,7 @@ def test_the_papers_rule_splits_at_once_with_a_gamma_that_is_true() -> None:
     assert found(cfl) == truth(peers.labels)
     (split,) = splits
     assert split.evidence is not None
-    assert split.found == 1
+    assert split.agreeing == 1
     assert split.mean_norm < 0.1 * split.largest == split.eps1
     assert split.max_norm > 0.2 * split.largest == split.eps2
     assert split.evidence.gap is not None
@@ -139,7 +139,7 @@ def test_attempts_say_why_not() -> None:
     assert told[told.index(None) + 1 :].count("the cut awaits confirmation") == 0
     assert set(told[told.index(None) + 1 :]) <= {
         "no member's update is large", "a half is too small",
-        "the contrast of the halves is within chance",
+        "a half is no more alike inside than across", "neither half is coherent",
     }  # fmt: skip
     lone = server(2)
     first, *_ = advance(lone, Peers(1, 1, 0.1), 1)
@@ -224,6 +224,37 @@ def test_taking_turns_does_not_hinder_the_confirmation() -> None:
         advance(cfl, peers, t, present=sorted(rng.choice(20, 12, replace=False).tolist()))
     advance(cfl, peers, 60)
     assert found(cfl) == truth(peers.labels)
+
+
+def test_cuts_that_take_turns_agree_but_not_those_that_misplace_a_member() -> None:
+    a, b, c = range(3), range(3, 6), range(6, 9)
+    others = {
+        "turns": ([*a, *b], [*c]),
+        "same": ([*b, *c], [*a]),
+        "misplaced": ([*b, *c, 0], [1, 2]),
+        "without most": ([0, 1], [3, 4, 7]),
+        "of others": ([20, 21], [22, 23]),
+    }
+    agreeing = {}
+    for name, halves in others.items():
+        node = Node(np.zeros(1, dtype=np.float32))
+        settings = CflPlan()
+        assert _confirm(node, (tuple(a), (*b, *c)), settings) == 1
+        agreeing[name] = _confirm(node, (tuple(halves[0]), tuple(halves[1])), settings)
+        assert _confirm(node, None, settings) == 0
+        assert node.proposals == []
+    assert agreeing == {
+        "turns": 2, "same": 2, "misplaced": 1, "without most": 2, "of others": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("patience", [1, 2, 4])
+def test_no_more_cuts_are_kept_than_are_needed(patience: int) -> None:
+    node = Node(np.zeros(1, dtype=np.float32))
+    settings = CflPlan(patience=patience)
+    found = [_confirm(node, ((0, 1), (2, 3)), settings) for _ in range(6)]
+    assert found == [min(i + 1, patience) for i in range(6)]
+    assert len(node.proposals) == patience - 1
 
 
 def test_a_permutation_changes_no_split() -> None:

@@ -33,7 +33,8 @@ def observed(rng: np.random.Generator, true: Vectors, gammas: Vectors) -> Vector
     """Empirical gradients [m, K, d]: the true ones with errors of relative size gammas [m, K]."""
     noise = rng.normal(size=(*gammas.shape, true.shape[1]))
     noise /= np.linalg.norm(noise, axis=2, keepdims=True)
-    return true + noise * (gammas * np.linalg.norm(true, axis=1))[..., None]
+    found: Vectors = true + noise * (gammas * np.linalg.norm(true, axis=1))[..., None]
+    return found
 
 
 @pytest.mark.parametrize("clusters", [2, 3, 4, 5, 6])

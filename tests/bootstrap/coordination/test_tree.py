@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from bootstrap.coordination.tree import ParameterTree, Proposal
+from bootstrap.coordination.tree import ParameterTree
 from bootstrap.coordination.tree_store import INDEX, TreeStore, read_index
 from peer.errors import StateError
 
@@ -33,7 +33,7 @@ def grown() -> ParameterTree:
     tree.nodes[1].update = vector(2, 2)
     tree.split(1, 9, [{0: vector(0, 1), 1: vector(0.1, 1)}, {2: vector(0, -1), 3: vector(0, -2)}])
     cut = (frozenset({0}), frozenset({1}))
-    tree.nodes[3].proposals = [Proposal(cut, 2)]
+    tree.nodes[3].proposals = [cut, cut[::-1]]
     return tree
 
 
