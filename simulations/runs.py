@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from peer.display import FederationView
 from peer.errors import UserError
 from peer.matching.registry import CENTRAL
-from peer.plan import CentralPlan, MatchingPlan, Plan, describe
+from peer.plan import CentralPlan, CflPlan, MatchingPlan, Plan, describe
 from peer.rundir import (
     COMPARISON,
     PLAN,
@@ -187,6 +187,7 @@ class PopulationMaker:
                 "rounds": 1,
                 "matching": MatchingPlan.model_validate(matching),
                 "central": CentralPlan(),
+                "cfl": CflPlan(),
             }
         )
         if self._engine is None or self._serves != common.digest:

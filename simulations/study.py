@@ -28,7 +28,7 @@ from rich.progress import (
 
 from peer.errors import UserError
 from peer.matching.registry import CENTRAL, method_names
-from peer.plan import CentralPlan, MatchingPlan, Plan
+from peer.plan import CentralPlan, CflPlan, MatchingPlan, Plan
 from peer.rundir import SUMMARY, final_rows, read_json, read_metrics, read_plan
 from simulations.runs import Equipment, PopulationMaker, changed, run_population
 
@@ -122,6 +122,7 @@ def canonical(plan: Plan) -> Plan:
     update = {
         "matching": MatchingPlan.model_validate(plan.matching.model_dump(include=set(matching))),
         "central": CentralPlan.model_validate(plan.central.model_dump(include=set(central))),
+        "cfl": CflPlan(),
     }
     return plan.model_copy(update=update)
 
