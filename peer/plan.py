@@ -149,7 +149,7 @@ class CflPlan(_Table):
         "estimated from the cosines if not given",
     )
     contrast: float = Field(
-        default=0.6,
+        default=0.7,
         ge=0,
         description="a half of m members is coherent when its mean cosine inside exceeds that "
         "across by contrast / sqrt(m) (contrast)",

@@ -45,7 +45,9 @@ class _EdgeRecord(_Record):
     updates: _Digest
 
 
-class _NodeRecord(_Record):
+class NodeRecord(_Record):
+    """A node as `tree.json` has it: tensors by their checksums."""
+
     t: _Count
     largest: _Norm
     parent: _Place | None
@@ -55,14 +57,16 @@ class _NodeRecord(_Record):
     update: _Digest
 
 
-class _TreeRecord(_Record):
+class TreeRecord(_Record):
+    """A tree as `tree.json` has it, after round `t`."""
+
     version: Literal[1] = 1
     plan: str
     t: _Count
     size: _Count
     trainable: _Count
     places: dict[_Peer, _Place]
-    nodes: tuple[_NodeRecord, ...] = Field(min_length=1)
+    nodes: tuple[NodeRecord, ...] = Field(min_length=1)
 
 
 class TreeStore:
@@ -77,7 +81,7 @@ class TreeStore:
         """Write `tree` as it is after round t. Raises StateError when that cannot be done."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            record = _TreeRecord(
+            record = TreeRecord(
                 plan=self._plan,
                 t=t,
                 size=tree.nodes[0].update.size,
@@ -108,13 +112,13 @@ class TreeStore:
         self._edges = {v: node.edge.updates for v, node in enumerate(record.nodes) if node.edge}
         return tree, record.t
 
-    def _write_node(self, v: int, node: Node) -> _NodeRecord:
+    def _write_node(self, v: int, node: Node) -> NodeRecord:
         edge = None
         if node.edge is not None:
             if v not in self._edges:
                 self._edges[v] = self._write(node.edge.updates)
             edge = _EdgeRecord(members=node.edge.members, updates=self._edges[v])
-        return _NodeRecord(
+        return NodeRecord(
             t=node.t,
             largest=node.largest,
             parent=node.parent,
@@ -134,7 +138,7 @@ class TreeStore:
             write_atomically(path, content)
         return digest
 
-    def _sweep(self, record: _TreeRecord) -> None:
+    def _sweep(self, record: TreeRecord) -> None:
         """Remove what earlier rounds needed alone."""
         kept = {node.update for node in record.nodes}
         kept |= {node.edge.updates for node in record.nodes if node.edge}
@@ -146,7 +150,7 @@ class TreeStore:
     def _file(self, digest: str) -> Path:
         return self.directory / f"{digest}.safetensors"
 
-    def _read_node(self, record: _NodeRecord, size: int, trainable: int) -> Node:
+    def _read_node(self, record: NodeRecord, size: int, trainable: int) -> Node:
         edge = None
         if record.edge is not None:
             shape = (len(record.edge.members), trainable)
@@ -177,12 +181,12 @@ class TreeStore:
         return values
 
 
-def read_index(path: Path) -> _TreeRecord:
+def read_index(path: Path) -> TreeRecord:
     """Return what `tree.json` says of a tree, its shape checked. Raises StateError."""
     try:
         if path.stat().st_size > MAX_INDEX:
             raise StateError(f"{path} is too large to be a tree")
-        record = _TreeRecord.model_validate_json(path.read_bytes())
+        record = TreeRecord.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
         raise StateError(f"{path} is missing or damaged") from None
     count = len(record.nodes)
