@@ -7,7 +7,7 @@ lost on the way. It works on any `Crew`: learners one after another, or the engi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -126,9 +126,12 @@ class EngineCrew:
 class CentralPopulation:
     """The peers of `plan` and their coordinator, by `method`: fedavg or ifca.
 
-    `cluster_models` are the coordinator's, one for fedavg and c for ifca; `identities` say whose
-    each peer's is, as far as the coordinator knows: that of its last part in a round. A peer's
-    accuracy is that of its cluster's model. `t` is the last finished round.
+    `cluster_models` are the coordinator's, one for fedavg and c for ifca; `identities` say which is
+    each peer's: the best on its training data when it last compared them. `t` is the last finished
+    round.
+
+    [choice] Where a round is evaluated, every peer compares the models anew, whether it took part
+    or not, and is judged by its best: as it would when it came to use one.
     """
 
     def __init__(self, plan: Plan, method: str, crew: Crew) -> None:
@@ -170,9 +173,7 @@ class CentralPopulation:
         taking_part = fedavg.participants(range(plan.n), plan.central.fraction, plan.seed, t)
         offered = self._arriving(self.cluster_models)
         if self.c > 1 and t > 1:  # in round 1 by the initial models, which all have seen
-            losses = self.crew.losses(offered, taking_part, t)
-            for i, own in zip(taking_part, losses, strict=True):
-                self.identities[i] = ifca.best_model(own)
+            self._identify(taking_part, offered)
         trained = self.crew.fit(self._dealt(offered), taking_part, t)
         received = {i: w for i in taking_part if (w := arrive(trained[i], plan)) is not None}
         weights = None
@@ -180,8 +181,19 @@ class CentralPopulation:
             weights = dict(enumerate(self.crew.samples))
         identities = dict(enumerate(self.identities))
         self.cluster_models = ifca.aggregate(self.cluster_models, received, identities, weights)
-        scores = self.crew.evaluate(self.models) if evaluate else [None] * plan.n
-        return [self._row(i, taking_part, scores[i]) for i in range(plan.n)]
+        scores: Sequence[Scores | None] = [None] * plan.n
+        if evaluate:
+            if self.c > 1:
+                self._identify(range(plan.n), self._arriving(self.cluster_models))
+            scores = self.crew.evaluate(self.models)
+        together = {i: identities[i] for i in taking_part}
+        return [self._row(i, together, scores[i]) for i in range(plan.n)]
+
+    def _identify(self, peers: Sequence[int], models: Sequence[Vector]) -> None:
+        """Let `peers` choose the model that has the least loss on their training data."""
+        losses = self.crew.losses(models, peers, self.t)
+        for i, own in zip(peers, losses, strict=True):
+            self.identities[i] = ifca.best_model(own)
 
     def _draw_models(self) -> None:
         """Draw c models until each is some peer's best.
@@ -216,18 +228,22 @@ class CentralPopulation:
         dealt: Models = np.stack(models)[self.identities]
         return dealt
 
-    def _row(self, i: int, taking_part: Sequence[int], scores: Scores | None) -> Row:
-        """Return the row of peer i; its bag is whoever the coordinator has in the same cluster."""
+    def _row(self, i: int, trained: Mapping[int, int], scores: Scores | None) -> Row:
+        """Return the row of peer i; its bag is whoever has the same model.
+
+        `trained` maps those who took part to the model that they trained.
+        """
         same = [j for j in range(self.plan.n) if self.identities[j] == self.identities[i]]
         bag = frozenset(same) - {i}
-        part = i in taking_part
+        part = i in trained
+        together = [j for j in trained if part and j != i and trained[j] == trained[i]]
         model = self.crew.manifest.size * WIDTH[self.plan.network.precision]
         down = self.c * part
         if self.t == 1 and self.c > 1:
             down = self.c * self._draws  # the last draw is what the round begins with
         notes: dict[str, Any] = {"model": self.identities[i], "took_part": part}
         if self.c > 1:
-            notes["idle"] = ifca.idle([self.identities[j] for j in taking_part], self.c)
+            notes["idle"] = ifca.idle(list(trained.values()), self.c)
         return {
             "t": self.t,
             "index": i,
@@ -235,7 +251,7 @@ class CentralPopulation:
             "accuracy": scores.accuracy if scores else None,
             "loss": scores.loss if scores else None,
             "bag": sorted(bag),
-            "neighbours": sorted(bag.intersection(taking_part)) if part else [],
+            "neighbours": together,
             "precision": precision(bag, i, self._true_clusters),
             "recall": recall(bag, i, self._true_clusters),
             "payload_received": down * model,

@@ -103,6 +103,18 @@ def test_ifca_finds_the_clusters() -> None:
         assert way.max() < 15 / 2**6
 
 
+def test_a_peer_that_was_never_drawn_is_judged_by_its_best_model() -> None:
+    central = population("ifca", rounds=8, central={"fraction": 0.2, "redraws": 0})
+    rounds = list(central.run())
+    drawn = {row["index"] for rows in rounds for row in rows if row["notes"]["took_part"]}
+    assert len(drawn) < 6
+    for row in rounds[-1]:
+        target = TARGETS[row["cluster"]]
+        losses = [float(np.square(model - target).sum()) for model in central.cluster_models]
+        assert row["loss"] == min(losses)
+        assert row["notes"]["model"] == int(np.argmin(losses))
+
+
 def test_one_model_is_fedavg() -> None:
     one, other = population("ifca", central={"clusters": 1}), population("fedavg")
     for mine, its in zip(one.run(), other.run(), strict=True):
