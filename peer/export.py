@@ -7,6 +7,7 @@ build the model around them. The data it was trained on are not needed.
 from __future__ import annotations
 
 import csv
+import warnings
 import zipfile
 from collections.abc import Callable
 from importlib import import_module
@@ -87,7 +88,10 @@ class LearnedModel:
             program = torch.export.export(module, (example,), dynamic_shapes=dynamic)
         except Exception as error:  # what torch cannot trace, it says in many ways
             raise UserError(f"torch.export does not take this model: {_line(error)}") from error
-        torch.export.save(program, out)
+        with warnings.catch_warnings():
+            # torch's own doubts about the views that its exporter made of the weights.
+            warnings.simplefilter("ignore", UserWarning)
+            torch.export.save(program, out)
 
     def _write_onnx(self, out: Path) -> None:
         import torch

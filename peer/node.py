@@ -247,15 +247,14 @@ class Peer:
 async def _report_health(state: StateDirectory, swarm: Swarm, rounds: Rounds) -> None:
     """Keep a health file fresh: its age tells whether the event loop runs."""
     while True:
+        report = {
+            "time": time.time(),
+            "ready": bool(swarm.known(rounds.plan.rounds)),
+            "status": rounds.shelf.status.model_dump(),
+        }
+        # A slow disk must not delay answers to pings.
+        await asyncio.to_thread(state.write_json, "health.json", report)
         await asyncio.sleep(HEALTH_INTERVAL)
-        state.write_json(
-            "health.json",
-            {
-                "time": time.time(),
-                "ready": bool(swarm.known(rounds.plan.rounds)),
-                "status": rounds.shelf.status.model_dump(),
-            },
-        )
 
 
 async def _remember(state: StateDirectory, swarm: Swarm) -> None:
