@@ -32,7 +32,7 @@ def most_similar(similarities: Mapping[int, float], k: int) -> list[int]:
 def check_round(
     settings: MatcherSettings, t: int, known: Sequence[int], heard: Collection[int] = ()
 ) -> None:
-    """Raise ValueError unless t >= 1, `known` (sorted) are others and those heard from are known."""
+    """Raise ValueError unless t >= 1, `known` (sorted) are others, and those heard are known."""
     if t < 1:
         raise ValueError(f"rounds are counted from 1, not {t}")
     # Only the ends of a sorted list can lie outside: a laboratory asks this n times a round.
