@@ -336,9 +336,12 @@ def _study(
     table: PaperTable, *, full: bool, seeds: Sequence[int] | None, overrides: Sequence[str]
 ) -> Study:
     forced = dict(parse_single(text) for text in overrides)
+    own = table.settings(full)
+    for key in forced:
+        if len({setting.changes.get(key) for setting in own}) > 1:
+            raise UserError(f"{key} is what this table varies", "leave it out of --set")
     settings = [
-        Setting(setting.labels, {**table.changes, **setting.changes, **forced})
-        for setting in table.settings(full)
+        Setting(setting.labels, {**table.changes, **setting.changes, **forced}) for setting in own
     ]
     return Study(
         base=paper_plan(full),

@@ -51,6 +51,11 @@ def test_the_tables_asked_for_are_there() -> None:
         run_paper("viii", Path("out"), equipment=REFERENCE)
 
 
+def test_what_a_table_varies_is_not_set() -> None:
+    with pytest.raises(UserError, match=r"matching\.l is what this table varies"):
+        run_paper("vi", Path("out"), overrides=["matching.l=4"], equipment=REFERENCE)
+
+
 def test_a_claim_is_seen_partly_seen_or_not() -> None:
     lines = [
         line("pens", 0.5, data="x"), line("panm", 0.75, data="x"),
