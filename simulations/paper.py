@@ -378,7 +378,8 @@ def _report(
         console.print(f"  {line}", soft_wrap=True)
     write_atomically(out / "reading.txt", "".join(f"{line}\n" for line in text))
     plan = study.cells[0].plan
-    note = f"{plan.model} · n={plan.n} · {plan.rounds} rounds · {len(study.seeds)} seeds"
+    seeds = ", ".join(map(str, study.seeds))
+    note = f"{plan.model} · n={plan.n} · {plan.rounds} rounds · seeds {seeds}"
     pictures = save(study_figure(lines, table.title, note), out / "table")
     console.print(f"{write_csv(lines, out / 'table.csv')}  {pictures[0]}")
 

@@ -101,7 +101,7 @@ def study_figure(lines: Sequence[Line], title: str, note: str = "") -> Figure:
             axes.set_xlim(-0.5, len(names) - 0.5)
         axes.set_ylabel("accuracy, %")
         axes.grid(axis="y")
-        figure.legend(loc="outside right upper")
+        figure.legend(loc="outside right center")
         return figure
 
 
@@ -127,9 +127,11 @@ def _draw(
     means = np.array(
         [np.nan if line.accuracy_mean is None else line.accuracy_mean for line in lines]
     )
-    deviations = np.array([line.accuracy_sd or 0.0 for line in lines])
+    deviations = None
+    if any(line.accuracy_sd is not None for line in lines):
+        deviations = [100 * (line.accuracy_sd or 0.0) for line in lines]
     axes.errorbar(
-        x, 100 * means, yerr=100 * deviations, label=label, ms=6, capsize=2.5, elinewidth=1,
+        x, 100 * means, yerr=deviations, label=label, ms=6, capsize=2.5, elinewidth=1,
         color=CLUSTER_COLOURS[place % len(CLUSTER_COLOURS)], marker=MARKERS[place % len(MARKERS)],
         ls="-" if joined else "", lw=1.4,
     )  # fmt: skip
