@@ -45,7 +45,7 @@ def descriptors(worker: Worker) -> int:
 
 
 def test_a_killed_peer_goes_on_where_it_was(federation: Start) -> None:
-    plan = small()
+    plan = small(n=3)
     run = federation(plan)
     victim, *others = run.peers
     run.wait_for(lambda: finished(victim) >= 12, 60)
@@ -107,9 +107,9 @@ def test_sigterm_ends_a_peer_that_trains_and_the_others_know_at_once(tmp_path: P
 
 def test_the_bootstrap_node_is_needed_to_meet_only(federation: Start) -> None:
     """It dies; two peers that die too meet again all the same; it returns; a late one joins."""
-    plan = small(n=5, min_peers=4, rounds=80)
-    run = federation(plan, peers=5, start=4)
-    early, late = run.peers[:4], run.peers[4]
+    plan = small(n=4, min_peers=3, rounds=60)
+    run = federation(plan, peers=4, start=3)
+    early, late = run.peers[:3], run.peers[3]
     run.wait_for(lambda: min(map(finished, early)) >= 5, 60)
     indices = [identity(worker) for worker in early]
     run.kill_bootstrap()
@@ -123,7 +123,7 @@ def test_the_bootstrap_node_is_needed_to_meet_only(federation: Start) -> None:
     late.start()
     run.wait(90)
     assert [identity(worker) for worker in early] == indices
-    assert identity(late)[1] == 4
+    assert identity(late)[1] == 3
     first, last = rows(late)[0], rows(late)[-1]
     assert first.t > 15
     assert "caught_up_with" in first.notes
@@ -139,7 +139,7 @@ def test_the_bootstrap_node_is_needed_to_meet_only(federation: Start) -> None:
 
 
 def test_all_killed_at_once_go_on_together(federation: Start) -> None:
-    plan = small(rounds=30)
+    plan = small(n=3, rounds=30)
     run = federation(plan)
     run.wait_for(lambda: min(map(finished, run.peers)) >= 10, 60)
     for worker in run.peers:
@@ -157,7 +157,7 @@ def test_all_killed_at_once_go_on_together(federation: Start) -> None:
 
 def test_a_peer_that_stood_still_catches_up(federation: Start) -> None:
     """As a laptop that was closed: taken for dead, it wakes up far behind."""
-    plan = small(n=3, rounds=70)
+    plan = small(n=3, rounds=60)
     run = federation(plan)
     sleeper, *others = run.peers
     run.wait_for(lambda: finished(sleeper) >= 5, 60)
@@ -171,7 +171,7 @@ def test_a_peer_that_stood_still_catches_up(federation: Start) -> None:
 
 
 def test_a_peer_that_comes_back_when_all_have_left_finishes_alone(federation: Start) -> None:
-    plan = small(n=3, rounds=20, network=NETWORK | {"request_timeout": 1.0})
+    plan = small(n=2, rounds=20, network=NETWORK | {"request_timeout": 1.0})
     run = federation(plan)
     victim, *others = run.peers
     run.wait_for(lambda: finished(victim) >= 10, 60)
@@ -184,7 +184,7 @@ def test_a_peer_that_comes_back_when_all_have_left_finishes_alone(federation: St
 
 
 def test_a_lockstep_federation_repeats_exactly(federation: Start) -> None:
-    plan = small(rounds=10, matching={"l": 2, "k": 1, "t1": 5, "tau": 2})
+    plan = small(n=3, rounds=10, matching={"l": 1, "k": 1, "t1": 5, "tau": 2})
 
     def chosen(name: str) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
         run = federation(plan, name)
