@@ -122,10 +122,13 @@ class RunWriter:
 
     def _keep_plan(self) -> None:
         file = self.path / PLAN
-        if not file.exists():
-            write_atomically(file, _provenance() + self.plan.to_toml())
-        elif Plan.load(file).digest != self.plan.digest:
+        if file.exists() and Plan.load(file).digest == self.plan.digest:
+            return
+        # A plan that was refused before its first round does not stand in another's way.
+        rows = [path for name in (METRICS, TOPOLOGY) if (path := self.path / name).exists()]
+        if file.exists() and any(path.stat().st_size for path in rows):
             raise StateError(f"{self.path} holds a run of another plan")
+        write_atomically(file, _provenance() + self.plan.to_toml())
 
     def append(self, metric: MetricRow, topology: TopologyRow) -> None:
         """Add a finished round of one peer. Raises StateError when the disk does not take it."""
