@@ -134,3 +134,11 @@ def kill_at_random(run: Federation, victim: Worker, times: int, rng: random.Rand
             reached = checkpoint(victim).t
         victim.start()
     return times
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait until a condition holds; fail when it does not within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.05)

@@ -6,7 +6,6 @@ import json
 import random
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,17 +25,11 @@ from live import (
     longest_round,
     rows,
     small,
+    wait_for,
 )
 
 from peer.rundir import read_metrics
 from simulations.processes import Worker, free_port
-
-
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.05)
 
 
 def descriptors(worker: Worker) -> int:
