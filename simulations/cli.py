@@ -234,6 +234,52 @@ def paper(
 
 
 @app.command()
+def bench(
+    *,
+    models: Annotated[
+        str, typer.Option(help="Models to measure, separated by commas.")
+    ] = "mlp,lenet,cnn",
+    sizes: Annotated[
+        str, typer.Option(help="Numbers of peers, separated by commas.")
+    ] = "20,100,1000",
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements; medians count.")] = 5,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Worker processes; a core each if not given.")
+    ] = None,
+    device: OnDevice = Device.CPU,
+    table: Annotated[
+        Path | None, typer.Option("--json", help="File for the rows, as JSON.", dir_okay=False)
+    ] = None,
+) -> None:
+    """Measure the laboratory's speed against a naive loop and the machine's own peak."""
+    from peer.learning.models import MODELS
+    from simulations.bench import bench_table, run_bench
+
+    names = models.split(",")
+    if unknown := set(names) - MODELS.keys():
+        raise UserError(
+            f"no built-in model {sorted(unknown)[0]!r}", f"there are {', '.join(MODELS)}"
+        )
+    try:
+        numbers = [int(size) for size in sizes.split(",")]
+    except ValueError:
+        raise UserError(f"--sizes {sizes} is not a list of numbers", "write 20,100,1000") from None
+    if min(numbers) < 2:
+        raise UserError(f"--sizes {sizes}: a population has at least 2 peers")
+    rows = run_bench(
+        names,
+        numbers,
+        repeats=repeats,
+        workers=workers,
+        device=device.value,
+        progress=lambda what: print(what, file=sys.stderr, flush=True),
+    )
+    print(bench_table(rows))
+    if table is not None:
+        table.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+@app.command()
 def report(
     runs: Annotated[
         list[Path], typer.Argument(help="A run directory, or peers' state directories.")
