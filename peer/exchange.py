@@ -184,7 +184,7 @@ class Exchange:
         self._staleness = None if staleness == "async" else staleness
         self._pulls = asyncio.Semaphore(PULLS_AT_ONCE)
         self._deadline = 0.0
-        self._overdue: set[int] = set()
+        self._overdue: set[tuple[int, str]] = set()
         self.tally = Tally()
 
     def begin_round(self) -> None:
@@ -275,7 +275,7 @@ class Exchange:
             )
             return GradientEvidence(both[: self._buckets], both[self._buckets :])
 
-        return await self._persist(index, ask)
+        return await self._persist(index, "probe", ask)
 
     async def pull(
         self,
@@ -319,7 +319,7 @@ class Exchange:
                 self._check_sketch(self.drift(model), sketches)
             return Received(model, g if gradient else None, reply.samples, reply.round)
 
-        return await self._persist(index, ask, newest=newest)
+        return await self._persist(index, "pull", ask, newest=newest)
 
     async def wait_for_all(self, round_: int, seconds: float) -> bool:
         """Return whether every living peer that takes part in `round_` finished it in `seconds`.
@@ -360,20 +360,21 @@ class Exchange:
         """Wait until all have finished `round_`, and for one `round_timeout` at most."""
         if not await self.wait_for_all(round_, self._plan.network.round_timeout):
             for index in self._behind(round_):
-                self._give_up(index)
+                self._give_up(index, "await")
 
     def _behind(self, round_: int) -> set[int]:
         return {
             index
             for index in self._swarm.known(round_)
             if (member := self._swarm.member(index)) and member.status.finished < round_
-        } - self._overdue
+        } - {index for index, _ in self._overdue}
 
-    def _give_up(self, index: int) -> None:
-        """Note that a living peer let a whole `round_timeout` pass. [choice] It may take part as
-        before, but until it delivers again nobody waits for it longer than for any answer: else one
-        peer that only pretends to live would cost every round that time."""
-        self._overdue.add(index)
+    def _give_up(self, index: int, kind: str) -> None:
+        """Note that a living peer let a whole `round_timeout` pass without what was asked for.
+        [choice] It may take part as before, but until it delivers again nobody waits for that
+        longer than for any answer: else one peer that only pretends to live would cost every round
+        that time."""
+        self._overdue.add((index, kind))
         self._swarm.overdue(index, f"did not deliver in {self._plan.network.round_timeout:g} s")
 
     @property
@@ -399,7 +400,7 @@ class Exchange:
             raise
 
     async def _persist(
-        self, index: int, ask: Callable[[], Awaitable[Item]], *, newest: bool = False
+        self, index: int, kind: str, ask: Callable[[], Awaitable[Item]], *, newest: bool = False
     ) -> Item | None:
         """Return what `ask` brings, asking again as long as the mode allows; None when it is over.
 
@@ -408,7 +409,7 @@ class Exchange:
         peer gets. A peer that answers nonsense is not asked again.
         """
         end = asyncio.get_running_loop().time() + self._plan.network.request_timeout
-        patient = self._plan.lockstep and not newest and index not in self._overdue
+        patient = self._plan.lockstep and not newest and (index, kind) not in self._overdue
         if patient:
             end = max(end, self._deadline)
         try:
@@ -416,10 +417,10 @@ class Exchange:
                 item = await self._ask_until(end, index, ask, newest=newest)
         except TimeoutError:
             if patient:
-                self._give_up(index)
+                self._give_up(index, kind)
             return None
         if item is not None:
-            self._overdue.discard(index)
+            self._overdue -= {(index, kind), (index, "await")}
         return item
 
     async def _ask_until(

@@ -8,6 +8,7 @@ same, on a quarter of the data.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,9 @@ from torch import nn
 from peer.errors import UserError
 from peer.learning.local_import import import_callable
 from peer.randomness import Purpose, integer_seed
+
+GLOBAL_RNG = threading.Lock()
+"""Held while torch's global generator is seeded: several peers may live in one process."""
 
 Shape = tuple[int, ...]
 Factory = Callable[[Shape, int], nn.Module]
@@ -75,7 +79,7 @@ def instantiate(factory: Factory, shape: Shape, classes: int, seed: int) -> nn.M
 
     Raises UserError when the factory fails or does not return a module.
     """
-    with torch.random.fork_rng(devices=[]):
+    with GLOBAL_RNG, torch.random.fork_rng(devices=[]):
         torch.manual_seed(integer_seed(seed, Purpose.INITIAL_WEIGHTS))
         try:
             module = factory(shape, classes)

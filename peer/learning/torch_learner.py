@@ -7,7 +7,6 @@ an optimiser step is two or three operations, however many layers there are.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from torch import nn
 
 from peer.errors import UserError
 from peer.learning.learner import Entry, Manifest, Scores, Vector
+from peer.learning.models import GLOBAL_RNG
 from peer.learning.partition import PeerData
 from peer.learning.schedule import batches, epoch_orders, learning_rate, loss_sample
 from peer.plan import Plan
@@ -26,9 +26,6 @@ from peer.randomness import Purpose, integer_seed
 
 _CHUNK = 200
 """Samples a forward pass when nothing is trained: bounds the memory of activations."""
-
-_GLOBAL_RNG = threading.Lock()
-"""Held while torch's global generator is seeded: several learners may live in one process."""
 
 
 class TorchLearner:
@@ -162,7 +159,7 @@ class TorchLearner:
             yield
             return
         cuda = self._device.type == "cuda"
-        with _GLOBAL_RNG, torch.random.fork_rng(devices=[self._device] if cuda else []):
+        with GLOBAL_RNG, torch.random.fork_rng(devices=[self._device] if cuda else []):
             seed = integer_seed(self._plan.seed, Purpose.DROPOUT, index=self._index, t=t)
             torch.manual_seed(seed)
             before = torch.get_rng_state()
@@ -201,7 +198,7 @@ class TorchLearner:
     def _check_output(self, shape: tuple[int, ...]) -> None:
         """Run one input through; this also creates the parameters of torch's lazy layers."""
         self._module.eval()
-        with _GLOBAL_RNG, torch.random.fork_rng(devices=[]), torch.no_grad():
+        with GLOBAL_RNG, torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(integer_seed(self._plan.seed, Purpose.INITIAL_WEIGHTS))
             try:
                 output = self._module(torch.zeros(2, *shape, device=self._device))

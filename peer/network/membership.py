@@ -173,10 +173,10 @@ class Membership:
         """Take in what another peer believes; what is older or of less weight changes nothing.
 
         Weight is (incarnation, state): a higher incarnation wins, then left, dead, suspect, alive.
-        Suspicion or death of oneself is refuted by an incarnation above it. The rumoured death or
-        departure of one that is believed present only makes it a suspect that is probed next: after
-        a partition either side has buried the other, and all must get the time to refute. A rumour
-        that it is elsewhere only makes it be probed. Returns what was not believed, for a log.
+        Suspicion or death of oneself is refuted by an incarnation above it. The rumoured death of
+        one that is believed present only makes it a suspect: after a partition either side has
+        buried the other, and all must get the time to refute. A rumour that it has left or is
+        elsewhere only makes it be probed next. Returns what was not believed, for a log.
         """
         lies = []
         for update in updates:
@@ -270,8 +270,9 @@ class Membership:
                     self._urgent[record.peer] = None
                 if not same:
                     current.claim = record
+                if not same or update.state is State.LEFT:
                     return
-                if update.state is not State.ALIVE:
+                if update.state is State.DEAD:
                     update = update.model_copy(update={"state": State.SUSPECT})
                 if _weight(update) <= _weight(believed):
                     return

@@ -241,9 +241,13 @@ class Swarm:
         """
         if request.update.record.peer != request.sender:
             raise RefusedError(Reason.BAD_REQUEST, "the update must be the sender's own")
-        for member in self._membership.living():
-            if member.peer == request.sender and not await self._answers(member):
-                self._hear([request.update], request.sender)
+        for record in self._membership.living():
+            if record.peer != request.sender:
+                continue
+            if not await self._answers(record):
+                self._membership.unreachable(record.index)
+            elif record in self._membership.living():
+                raise RefusedError(Reason.BAD_REQUEST, "it has not left")
 
     async def _ping_for(self, target: str) -> Pong:
         """Ping a member for another. Raises RefusedError when it is unknown or does not answer."""

@@ -106,7 +106,7 @@ def test_joined_peers_are_known_by_index() -> None:
         ((1, State.DEAD), (1, State.ALIVE), State.DEAD),
         ((1, State.DEAD), (1, State.SUSPECT), State.DEAD),
         ((1, State.DEAD), (2, State.ALIVE), State.ALIVE),
-        ((1, State.ALIVE), (1, State.LEFT), State.SUSPECT),
+        ((1, State.ALIVE), (1, State.LEFT), State.ALIVE),
         ((1, State.LEFT), (1, State.DEAD), State.LEFT),
         ((1, State.LEFT), (2, State.ALIVE), State.ALIVE),
         ((2, State.ALIVE), (1, State.LEFT), State.ALIVE),

@@ -1,0 +1,275 @@
+"""Enemies for the tests: a member that misbehaves, a wire that does, and sockets that say anything.
+
+An evil peer is a real one, with a real learner, membership and transport; a misdeed sees each of
+its answers and says what is sent instead. Everything stays on the loopback interface.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import psutil
+import pytest
+import zmq
+import zmq.asyncio
+from safetensors.numpy import load_file
+
+from peer.errors import ProtocolError, RefusedError
+from peer.network.address import parse_address
+from peer.network.messages import (
+    Known,
+    Members,
+    Message,
+    PeerRecord,
+    Refused,
+    Reply,
+    Request,
+    decode,
+    encode,
+)
+from peer.network.transport import Buffer, Transport, _send
+from peer.node import Peer
+from peer.plan import Plan
+from peer.rundir import MetricRow, TopologyRow, read_metrics, read_topology
+from peer.settings import PeerSettings
+from simulations.processes import Federation, Worker
+
+Messages = Sequence[Sequence[Buffer]]
+Misdeed = Callable[[Request, Reply, list[bytes]], Awaitable[Messages]]
+"""Given a request, the honest reply to it and its chunks: the messages that are sent instead."""
+Wire = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Carries what an evil peer's data socket says to whoever connected to it."""
+
+_MISDEED: ContextVar[Misdeed] = ContextVar("misdeed")
+_WIRE: ContextVar[Wire | None] = ContextVar("wire", default=None)
+
+
+async def honest(_: Request, reply: Reply, chunks: list[bytes]) -> Messages:
+    """No misdeed at all."""
+    return [[encode(reply), *chunks]]
+
+
+class EvilTransport(Transport):
+    """A transport whose answers go through a misdeed, and whose data through a wire."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._misdeed, self._wire = _MISDEED.get(), _WIRE.get()
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        if self._wire is not None:
+            self._bound = parse_address(self.data)
+            self._proxy = await asyncio.start_server(self._carry, "127.0.0.1", 0)
+            self.data = f"tcp://127.0.0.1:{self._proxy.sockets[0].getsockname()[1]}"
+        return self
+
+    async def _carry(self, heard: asyncio.StreamReader, answer: asyncio.StreamWriter) -> None:
+        assert self._wire is not None
+        said, told = await asyncio.open_connection(*self._bound)
+        with suppress(ConnectionError):
+            tasks = [
+                asyncio.create_task(forward(heard, told)),
+                asyncio.create_task(self._wire(said, answer)),
+            ]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+        for writer in (answer, told):
+            writer.close()
+
+    async def _answer(
+        self, router: zmq.asyncio.Socket, routing_id: bytes, request: Request, host: str
+    ) -> None:
+        try:
+            reply: Reply
+            try:
+                reply, chunks = await self._handler(request)
+            except RefusedError as refusal:
+                reply, chunks = Refused(reason=refusal.reason), ()
+            stamp = {"id": request.id, "sender": self._sender, "plan": self._plan}
+            reply = reply.model_copy(update=stamp)
+            for frames in await self._misdeed(request, reply, [bytes(chunk) for chunk in chunks]):
+                await _send(router, [routing_id, *frames], 5.0)
+        finally:
+            self._answering -= 1
+            self._waiting[routing_id] -= 1
+
+
+async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """An honest wire."""
+    while data := await reader.read(65_536):
+        writer.write(data)
+        await writer.drain()
+
+
+@dataclass
+class Battle:
+    """A federation of honest peers in one process of their own, and of evil ones in this one."""
+
+    run: Federation
+    plan: Plan
+    evil: list[asyncio.Task[Any]]
+
+    @property
+    def victim(self) -> Worker:
+        """The process of the honest peers."""
+        return self.run.peers[0]
+
+    def states(self) -> list[Path]:
+        """Return the state directories of the honest peers."""
+        return sorted(self.victim.directory.glob("replica-*"))
+
+    def records(self) -> list[PeerRecord]:
+        """Return the records of the honest peers, as the bootstrap node tells a stranger."""
+        with Stranger(self.run.address, plan=self.plan.digest) as stranger:
+            known = stranger.ask(Members())
+        assert isinstance(known, Known)
+        assert self.victim.process is not None
+        ports = {c.laddr.port for c in psutil.Process(self.victim.process.pid).net_connections()}
+        records = [update.record for update in known.updates]
+        return [record for record in records if parse_address(record.control).port in ports]
+
+    async def end(self, seconds: float = 60.0) -> None:
+        """Wait until the honest peers have finished."""
+        await asyncio.to_thread(self.run.wait, seconds)
+
+    def rows(self) -> list[list[tuple[MetricRow, TopologyRow]]]:
+        """Return what each honest peer wrote, by round."""
+        return [
+            list(zip(read_metrics(state), read_topology(state), strict=True))
+            for state in self.states()
+        ]
+
+    def rows_against(self, number: int) -> list[tuple[int, list[tuple[MetricRow, TopologyRow]]]]:
+        """Return the rows of each honest peer, and with them the index of an evil one."""
+        enemy = read_metrics(self.run.directory / f"evil-{number}")[0].index
+        return [(enemy, rows) for rows in self.rows()]
+
+    def faults(self) -> list[dict[str, int]]:
+        """Return the faults that each honest peer counted."""
+        return [json.loads((s / "traffic.json").read_text())["faults"] for s in self.states()]
+
+    def warnings(self) -> list[str]:
+        """Return the messages in the honest peers' log that are more than information."""
+        lines = map(json.loads, self.victim.log.read_text(encoding="utf-8").splitlines())
+        return [line["message"] for line in lines if line["level"] != "info"]
+
+    def check_models(self) -> None:
+        """Fail unless every honest peer ended with a finite model after its last round."""
+        for state, rows in zip(self.states(), self.rows(), strict=True):
+            (file,) = (state / "models").iterdir()
+            assert all(np.isfinite(array).all() for array in load_file(file).values())
+            assert rows[-1][0].t == self.plan.rounds
+
+
+@asynccontextmanager
+async def battle(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    misdeeds: Sequence[Misdeed],
+    *,
+    wires: Sequence[Wire | None] = (),
+    peers: int = 3,
+    **changes: Any,
+) -> AsyncIterator[Battle]:
+    """Run honest `peers` in a process of their own, and one evil peer here for each misdeed.
+
+    Everybody asks everybody in every round, whose digits take no time to learn.
+    """
+    n = peers + len(misdeeds)
+    table: dict[str, Any] = {
+        "n": n,
+        "rounds": 6,
+        "method": "panm-grad",
+        "matching": {"l": n - 1, "k": n - 1, "t1": changes.get("rounds", 6)},
+        "partition": {"train_per_peer": 20, "test_per_peer": 20},
+        "training": {"epochs": 1, "batch": 20},
+    }
+    network = {"request_timeout": 4.0, "linger": 20.0, **changes.pop("network", {})}
+    plan = Plan.model_validate(table | changes | {"network": network})
+    monkeypatch.setattr("peer.node.Transport", EvilTransport)
+    flags = ["--replicas", str(peers), "--log", "json"]
+    with Federation(plan, directory, peers=1, peer_flags=flags) as run:
+        evil = []
+        for number, misdeed in enumerate(misdeeds):
+            _MISDEED.set(misdeed)
+            _WIRE.set(wires[number] if wires else None)
+            settings = PeerSettings.gather(
+                config=None, bootstrap=run.address, state=directory / f"evil-{number}"
+            )
+            evil.append(asyncio.create_task(Peer(settings).run()))
+        try:
+            yield Battle(run, plan, evil)
+        finally:
+            for task in evil:
+                task.cancel()
+            ends = await asyncio.gather(*evil, return_exceptions=True)
+            for end in ends:
+                if isinstance(end, Exception):
+                    raise end  # it failed by itself
+
+
+class Stranger:
+    """A socket that asks what it likes, as whom it likes."""
+
+    def __init__(self, address: str, *, sender: str = "", plan: str = "") -> None:
+        self._stamp = {"sender": sender, "plan": plan}
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.connect(address)
+        self._number = 0
+
+    def send(self, *frames: bytes) -> None:
+        """Send any frames."""
+        self._socket.send_multipart(frames)
+
+    def ask(self, request: Request, *, seconds: float = 10.0) -> Message | None:
+        """Send a request and return its reply; None when there is none in time."""
+        self._number += 1
+        stamp = {**self._stamp, "id": self._number}
+        self.send(encode(request.model_copy(update=stamp)))
+        while self._socket.poll(int(1000 * seconds)):
+            header, *_ = self._socket.recv_multipart()
+            with suppress(ProtocolError):
+                reply = decode(header)
+                if reply.id == self._number:
+                    return reply
+        return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(linger=0)
+
+
+@dataclass
+class Growth:
+    """By how many MB the memory of a process grew at most while it was watched."""
+
+    mb: float = 0.0
+
+
+@contextmanager
+def memory_of(worker: Worker) -> Iterator[Growth]:
+    """Watch the resident memory of a process: from what it has now to its peak."""
+    assert worker.process is not None
+    pid = worker.process.pid
+    before = psutil.Process(pid).memory_info().rss
+    Path(f"/proc/{pid}/clear_refs").write_text("5")  # forgets the peak until now
+    growth = Growth()
+    yield growth
+    status = Path(f"/proc/{pid}/status").read_text()
+    peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    growth.mb = (peak - before) / 1e6
