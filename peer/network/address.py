@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 from typing import NamedTuple
@@ -54,6 +55,23 @@ def dial_address(text: str) -> str:
     Raises UserError.
     """
     return parse_address(text, default_port=BOOTSTRAP_PORT).url
+
+
+async def deserted(address: str, seconds: float) -> bool:
+    """Return whether the host of `address` refuses connections to it: nobody listens there.
+
+    A host that says nothing in `seconds` may be slow, or cut off.
+    """
+    try:
+        host, port = parse_address(address)
+        async with asyncio.timeout(seconds):
+            _, writer = await asyncio.open_connection(host, port, family=socket.AF_INET)
+    except ConnectionRefusedError:
+        return True
+    except (UserError, OSError):
+        return False
+    writer.close()
+    return False
 
 
 def facing(address: str) -> str:

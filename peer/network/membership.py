@@ -411,6 +411,23 @@ class Membership:
                 targets.append(member.update.record)
         return targets
 
+    def rumoured_elsewhere(self, peer: str) -> bool:
+        """Return whether a peer is said to have moved from where it is believed to be."""
+        member = self._members.get(self._index.get(peer, -1))
+        return member is not None and member.claim is not None
+
+    def vacated(self, peer: str, now: float) -> None:
+        """Note that nobody listens any more where a peer was: it is where rumour has it.
+
+        [choice] It is not suspected first, since nobody is left there who could protest: a peer
+        that was restarted at another port must not keep the others waiting.
+        """
+        member = self._members.get(self._index.get(peer, -1))
+        self._probing.pop(peer, None)
+        if member is None or member.claim is None or self.objection(member.claim) is not None:
+            return
+        self._install(Update(record=member.claim, state=State.ALIVE, status=Status()), now)
+
     def unreachable(self, index: int) -> None:
         """Note that a request to a peer failed: it is probed next, and not judged by this alone."""
         member = self._members.get(index)

@@ -50,6 +50,7 @@ class Reason(StrEnum):
     PLAN_MISMATCH = "plan-mismatch"
     MODEL_MISMATCH = "model-mismatch"
     INDEX_CLASH = "index-clash"
+    INDEX_HELD = "index-held"
     FULL = "full"
     BUSY = "busy"
     NOT_YET = "not-yet"

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from peer.errors import ProtocolError, RefusedError, UnreachableError, UserError
-from peer.network.address import dial_address, parse_address
+from peer.network.address import deserted, dial_address, parse_address
 from peer.network.membership import Change, Membership
 from peer.network.messages import (
     Announce,
@@ -73,6 +73,7 @@ _MISFITS = {
     Reason.PLAN_MISMATCH: "follows another plan",
     Reason.MODEL_MISMATCH: "has another model, or the same with other initial weights",
     Reason.INDEX_CLASH: "knows another peer by this peer's index",
+    Reason.INDEX_HELD: "has this peer's index itself",
 }
 
 
@@ -231,6 +232,8 @@ class Swarm:
         if objection is not None and sender != self.own.record.peer:
             # The holder of the index may be gone without anyone having noticed yet.
             self._membership.unreachable(record.index)
+            if objection is Reason.INDEX_CLASH and record.index == self.own.record.index:
+                objection = Reason.INDEX_HELD
             raise RefusedError(objection, f"index {record.index}, model {record.model}")
         self._hear(updates, sender)
 
@@ -272,6 +275,12 @@ class Swarm:
         membership = self._membership
         if await self._answers(target):
             membership.ping_ok(target.peer)
+            return
+        if membership.rumoured_elsewhere(target.peer) and await deserted(
+            target.control, self._settings.probe_timeout
+        ):
+            membership.vacated(target.peer, self._clock())
+            self._notify()
             return
         helpers = membership.ping_failed(target.peer, self._clock())
         if not helpers:

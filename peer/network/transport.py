@@ -81,6 +81,7 @@ MISTAKES: Final = frozenset(
         Reason.PLAN_MISMATCH,
         Reason.MODEL_MISMATCH,
         Reason.INDEX_CLASH,
+        Reason.INDEX_HELD,
         Reason.BAD_REQUEST,
     }
 )

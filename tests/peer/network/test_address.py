@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from peer.errors import UserError
-from peer.network.address import dial_address, facing, parse_address
+from peer.network.address import deserted, dial_address, facing, parse_address
 
 
 @pytest.mark.parametrize(
@@ -41,3 +43,13 @@ def test_interface_that_faces_another() -> None:
     assert facing("localhost") == "127.0.0.1"
     with pytest.raises(UserError, match="no-such-host"):
         facing("no-such-host.invalid:1")
+
+
+async def test_an_address_is_deserted_when_its_host_refuses() -> None:
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server:
+        assert not await deserted(address, 5.0)
+    assert await deserted(address, 5.0)
+    assert not await deserted("tcp://127.0.0.1:99999", 5.0)
+    assert not await deserted("tcp://nowhere.invalid:1", 5.0)

@@ -334,6 +334,22 @@ def test_rumour_moves_nobody_who_is_present(fields: dict[str, Any]) -> None:
         assert view.members() == [forged]
 
 
+def test_peer_is_where_rumour_has_it_once_its_old_place_is_deserted() -> None:
+    view = membership(others=[1])
+    view.vacated(record(1).peer, 0.0)  # nobody says where it went
+    assert view.members() == [update(1)]
+    moved = record(1, incarnation=2).model_copy(update={"control": "tcp://10.0.0.1:1"})
+    view.hear([update(1).model_copy(update={"record": moved})], 0.0)
+    assert view.rumoured_elsewhere(record(1).peer)
+    assert view.members() == [update(1)]
+    view.vacated(record(1).peer, 0.0)
+    member = view.member(1)
+    assert member is not None
+    assert (member.record, member.state) == (moved, State.ALIVE)
+    assert changes(view) == [(Change.MOVED, 1)]
+    assert not view.rumoured_elsewhere(record(1).peer)
+
+
 @pytest.mark.parametrize("state", [State.SUSPECT, State.DEAD, State.LEFT])
 def test_answer_of_a_peer_outweighs_every_rumour_of_it(state: State) -> None:
     view = membership(others=[1])

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,6 +97,7 @@ async def node(
     bootstrap: Sequence[str] = (),
     peers: Sequence[str] = (),
     remembered: Sequence[PeerRecord] = (),
+    settings: NetworkPlan = FAST,
     context: zmq.asyncio.Context | None = None,
 ) -> AsyncIterator[Node]:
     swarm: Swarm | None = None
@@ -124,7 +125,7 @@ async def node(
             own=own,
             n=n,
             rounds=10,
-            settings=FAST,
+            settings=settings,
             bootstrap=bootstrap,
             peers=peers,
             remembered=remembered,
@@ -256,15 +257,21 @@ async def test_partition_heals(context: zmq.asyncio.Context) -> None:
 
 
 async def test_restart_at_another_port_is_found(context: zmq.asyncio.Context) -> None:
+    """At once: its old address refuses connections, so there is nobody to wait for."""
     plan = Plan(n=3)
+    patient = FAST.model_copy(update={"suspicion": 60.0})
+
+    def made(index: int) -> AbstractAsyncContextManager[Node]:
+        return node(index, plan=plan.digest, bootstrap=[bootstrap.address], settings=patient)
+
     async with (
         BootstrapNode(plan, listen="127.0.0.1:0", context=context) as bootstrap,
-        node(0, plan=plan.digest, bootstrap=[bootstrap.address]) as first,
-        node(1, plan=plan.digest, bootstrap=[bootstrap.address]) as second,
+        made(0) as first,
+        made(1) as second,
     ):
-        async with node(2, plan=plan.digest, bootstrap=[bootstrap.address]):
+        async with made(2):
             await eventually(lambda: first.known() == [1, 2] and second.known() == [0, 2])
-        async with node(2, plan=plan.digest, bootstrap=[bootstrap.address]) as again:
+        async with made(2) as again:
 
             def found() -> bool:
                 members = (first.swarm.member(2), second.swarm.member(2))
@@ -320,6 +327,15 @@ async def test_taken_index_is_told_after_patience(monkeypatch: pytest.MonkeyPatc
         async with node(1, peer="f" * 32, peers=[first.transport.control]) as rival:
             with pytest.raises(UserError, match="another peer by this peer's index"):
                 await asyncio.wait_for(asyncio.shield(rival.running), 10)
+
+
+async def test_taken_index_is_told_at_once_by_its_holder() -> None:
+    async with (
+        node(0) as first,
+        node(0, peer="f" * 32, peers=[first.transport.control]) as rival,
+    ):
+        with pytest.raises(UserError, match="has this peer's index itself"):
+            await asyncio.wait_for(asyncio.shield(rival.running), 5)
 
 
 async def test_index_of_one_that_is_gone_is_taken_over() -> None:
