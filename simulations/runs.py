@@ -141,7 +141,7 @@ class PopulationMaker:
         Raises UserError for a method, model, data or device that cannot be used.
         """
         central = plan.method in CENTRAL
-        if self.equipment.reference or not _engine_deals(plan):
+        if self.equipment.reference:
             from simulations.population import Population, make_learners
 
             learners = make_learners(plan, data=self.equipment.data, model=self.equipment.model)
@@ -201,14 +201,6 @@ class PopulationMaker:
             )
             self._serves = common.digest
         return self._engine
-
-
-def _engine_deals(plan: Plan) -> bool:
-    """Tell whether the engine's shared tables can hold the plan's data.
-
-    They have one test pool for all peers, which groups and skewed labels do not.
-    """
-    return plan.partition.kind != "natural" and plan.partition.skew != "dirichlet"
 
 
 def run_population(

@@ -71,7 +71,7 @@ def share(dataset: Dataset, plan: Plan, index: int) -> tuple[Indices, Indices]:
     """
     if plan.partition.kind != "natural":
         everyone = Hand(plan, plan.n, index)
-        return _dealt(dataset.train_y, everyone), _tested(dataset.test_y, everyone)
+        return train_indices(dataset.train_y, everyone), _tested(dataset.test_y, everyone)
     k, found = plan.partition.clusters, len(dataset.groups)
     if dataset.train_group is None or dataset.test_group is None:
         raise UserError(
@@ -87,7 +87,7 @@ def share(dataset: Dataset, plan: Plan, index: int) -> tuple[Indices, Indices]:
     if not len(test):
         raise UserError(f"the group {dataset.groups[group]!r} has no sample to test on")
     return (
-        train[_dealt(dataset.train_y[train], members)],
+        train[train_indices(dataset.train_y[train], members)],
         test[_tested(dataset.test_y[test], members)],
     )
 
@@ -106,12 +106,11 @@ class Hand:
         return rng.dirichlet(np.full(size, self.plan.partition.concentration), size=self.n)
 
 
-def train_indices(y: Labels, plan: Plan, index: int) -> Indices:
-    """Return which training samples of labels `y` [m] peer `index` of all n gets."""
-    return _dealt(y, Hand(plan, plan.n, index))
+def train_indices(y: Labels, hand: Hand) -> Indices:
+    """Return which of the training samples of labels `y` [m], shared by `hand.n`, are one's own.
 
-
-def _dealt(y: Labels, hand: Hand) -> Indices:
+    Raises UserError when they are too few.
+    """
     if len(y) < hand.n and hand.plan.partition.train_per_peer is None:
         raise UserError(
             f"{len(y)} training samples are too few for {hand.n} peers",

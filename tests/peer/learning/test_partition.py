@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from peer.errors import UserError
 from peer.learning.partition import (
     Cluster,
+    Hand,
     PeerData,
     apportion,
     deal,
@@ -40,15 +41,19 @@ def plan(n: int = 4, **partition: Any) -> Plan:
     return Plan(n=n, seed=11, partition=PartitionPlan(**partition))
 
 
+def dealt(y: Any, plan: Plan, index: int) -> Any:
+    return train_indices(y, Hand(plan, plan.n, index))
+
+
 def numbers(data: PeerData) -> list[int]:
     return [int(value) for value in data.train_x.reshape(len(data.train_y), -1).max(axis=1) * 2]
 
 
 def test_shares_are_balanced_and_do_not_overlap_while_the_data_last() -> None:
-    dealt = [deal(numbered(), plan(train_per_peer=50), i, own=False) for i in range(4)]
-    taken = [number for data in dealt for number in numbers(data)]
+    shares = [deal(numbered(), plan(train_per_peer=50), i, own=False) for i in range(4)]
+    taken = [number for data in shares for number in numbers(data)]
     assert sorted(taken) == list(range(200))
-    for data in dealt:
+    for data in shares:
         assert np.bincount(data.train_y).tolist() == [5] * 10
         assert data.train_x.dtype == np.float32
         assert data.train_y.dtype == np.int64
@@ -65,7 +70,7 @@ def test_given_counts_are_balanced_and_wrap_only_when_a_class_is_used_up(
     labels: list[int], n: int, count: int
 ) -> None:
     y = np.array(labels)
-    shares = [train_indices(y, plan(n, train_per_peer=count), i) for i in range(n)]
+    shares = [dealt(y, plan(n, train_per_peer=count), i) for i in range(n)]
     present = np.unique(y)
     for share in shares:
         assert len(share) == count
@@ -81,7 +86,7 @@ def test_given_counts_are_balanced_and_wrap_only_when_a_class_is_used_up(
 @given(st.lists(st.integers(0, 6), min_size=9, max_size=120), st.integers(2, 9))
 def test_equal_shares_follow_the_data_and_never_overlap(labels: list[int], n: int) -> None:
     y = np.array(labels)
-    shares = [train_indices(y, plan(n), i) for i in range(n)]
+    shares = [dealt(y, plan(n), i) for i in range(n)]
     everything = np.concatenate(shares)
     assert len(set(everything.tolist())) == len(everything) == len(y) // n * n
     for c in np.unique(y):
@@ -91,7 +96,7 @@ def test_equal_shares_follow_the_data_and_never_overlap(labels: list[int], n: in
 
 def test_too_few_samples_for_equal_shares() -> None:
     with pytest.raises(UserError, match="3 training samples are too few for 4 peers"):
-        train_indices(np.array([0, 1, 2]), plan(), 0)
+        dealt(np.array([0, 1, 2]), plan(), 0)
 
 
 def test_the_test_pool_is_balanced_and_shared() -> None:
@@ -190,7 +195,7 @@ def test_skewed_labels_keep_the_size_and_share_nothing_while_a_class_lasts(
             skew="dirichlet", concentration=concentration, train_per_peer=count
         ),
     )
-    shares = [train_indices(y, skewed, i) for i in range(n)]
+    shares = [dealt(y, skewed, i) for i in range(n)]
     assert {len(share) for share in shares} == {count}
     everything = np.concatenate(shares)
     for c in range(5):
@@ -202,7 +207,7 @@ def test_a_small_concentration_is_uneven_and_a_large_one_even() -> None:
     def largest_class(concentration: float) -> float:
         skewed = plan(20, skew="dirichlet", concentration=concentration, train_per_peer=100)
         y = np.arange(20_000) % 10
-        shares = [np.bincount(y[train_indices(y, skewed, i)]) for i in range(20)]
+        shares = [np.bincount(y[dealt(y, skewed, i)]) for i in range(20)]
         return float(np.mean([share.max() for share in shares]))
 
     # E max of Dir(0.1) with 10 classes is about 0.7; of Dir(1000) about 0.1.
@@ -221,7 +226,7 @@ def test_skewed_labels_are_tested_as_they_are_trained() -> None:
 def test_skewed_quantities_share_out_as_much_as_equal_ones() -> None:
     skewed = plan(8, skew="quantity", concentration=0.5, train_per_peer=50)
     y = np.arange(400) % 10
-    shares = [train_indices(y, skewed, i) for i in range(8)]
+    shares = [dealt(y, skewed, i) for i in range(8)]
     assert sorted(np.concatenate(shares)) == list(range(400))
     sizes = [len(share) for share in shares]
     assert min(sizes) >= 10
@@ -244,17 +249,15 @@ def test_a_natural_partition_keeps_to_its_groups(tmp_path: Path) -> None:
     dataset = load_dataset(table(tmp_path / "sites.csv"), seed=0)
     assert (dataset.groups, dataset.shape) == (("s0", "s1", "s2"), (1,))
     natural = plan(7, kind="natural", clusters=3)
-    dealt = [deal(dataset, natural, i, own=own) for i in range(7) for own in (False, True)]
-    for dealt_out, own in zip(dealt[::2], dealt[1::2], strict=True):
-        assert np.array_equal(dealt_out.train_x, own.train_x)
-    shares = [data.train_x.ravel() for data in dealt[::2]]
-    for index, share in enumerate(shares):
-        assert (share // 100 == index % 3).all()
-        assert (dealt[2 * index].test_x // 100 == index % 3).all()
-        assert len(dealt[2 * index].test_y) == 4
+    shares = [deal(dataset, natural, i, own=False) for i in range(7)]
+    for index, data in enumerate(shares):
+        assert np.array_equal(data.train_x, deal(dataset, natural, index, own=True).train_x)
+        assert (data.train_x // 100 == index % 3).all()
+        assert (data.test_x // 100 == index % 3).all()
+        assert len(data.test_y) == 4
     # Group 0 has three members (peers 0, 3 and 6) for its 16 training samples, the others two.
-    assert [len(share) for share in shares] == [5, 8, 8, 5, 8, 8, 5]
-    assert len(set(np.concatenate(shares))) == 47
+    assert [len(data.train_y) for data in shares] == [5, 8, 8, 5, 8, 8, 5]
+    assert len(set(np.concatenate([data.train_x.ravel() for data in shares]))) == 47
 
 
 def test_natural_partitions_that_do_not_fit(tmp_path: Path) -> None:
