@@ -10,12 +10,12 @@ sound. Which cuts are sound is told by one of two rules.
 gamma_max bounds every member's relative error. A bound that is guessed too small lets it peel a
 cluster of one distribution apart, member by member; one above 1 keeps it shut.
 
-`contrast`, the default, is ours. A cut is sound when one half is coherent and the other no less
-alike inside than across, and when some cuts running are sound and agree. A half of m members is
-coherent when its mean cosine inside exceeds that across by contrast / sqrt(m), and by more than a t
-test gives to chance. It assumes that members of one distribution differ by chance: then a few may
-be alike, but the more they are, the less their mean cosine exceeds that with the others. It never
-cuts off a single member, whose likeness to its own half cannot be judged.
+`contrast`, the default, is ours. A cut is sound when one half is coherent and the other somewhat
+so, and when some cuts running are sound and agree. A half of m members is coherent when its mean
+cosine inside exceeds that across by contrast / sqrt(m), and by more than a t test gives to chance.
+It assumes that members of one distribution differ by chance: then a few may be alike, but the more
+they are, the less their mean cosine exceeds that with the others. It never cuts off a single
+member, whose likeness to its own half cannot be judged.
 """
 
 from __future__ import annotations
@@ -223,14 +223,18 @@ def objection(settings: CflPlan, evidence: Evidence) -> str | None:
     if min(sizes) < settings.min_half:
         return "a half is too small"
     # [choice] mean cosines: they tell a right cut from a peel. Both halves are asked, for a few
-    # noisy members, unlike everybody, are no more like each other. But one coherent half will do:
-    # while the other still holds several clusters, its own mean hardly shows.
-    excess = [within - evidence.across for within in evidence.within]
-    if min(excess) <= 0:
-        return "a half is no more alike inside than across"
+    # noisy members, unlike everybody, are no more like each other. But one coherent half will do,
+    # and of the other a quarter of it: while that still holds several clusters, its mean shows
+    # little.
+    strength = [
+        math.sqrt(size) * (within - evidence.across)
+        for size, within in zip(sizes, evidence.within, strict=True)
+    ]
+    if min(strength) < settings.contrast / 4:
+        return "a half is hardly more alike inside than across"
     coherent = (
-        more >= settings.contrast / math.sqrt(size) and p < settings.level
-        for more, size, p in zip(excess, sizes, evidence.p, strict=True)
+        own >= settings.contrast and p < settings.level
+        for own, p in zip(strength, evidence.p, strict=True)
     )
     return None if any(coherent) else "neither half is coherent"
 
