@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from peer.errors import StateError, UserError
@@ -39,6 +41,7 @@ def end_on_signal(work: Coroutine[Any, Any, object]) -> None:
     After SIGTERM the process exits with 0, after Ctrl-C with 130, both as soon as `work` has
     cleaned up: a training step that still runs in its thread is not waited for.
     """
+    _allow_open_files()
     received: list[int] = []
 
     async def supervise() -> None:
@@ -66,3 +69,11 @@ def end_on_signal(work: Coroutine[Any, Any, object]) -> None:
         logging.shutdown()
         sys.stdout.flush()
         os._exit(0 if received[0] == signal.SIGTERM else INTERRUPTED)
+
+
+def _allow_open_files() -> None:
+    """Raise the limit of open files to what the system allows: each connection is one, strangers
+    may hold as many as they like, and a peer without any left cannot write its state."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
