@@ -9,9 +9,6 @@ import typer
 
 from peer.errors import UserError
 
-TREE = "tree"
-"""Where a run directory holds its parameter tree."""
-
 
 def tree(
     run: Annotated[Path, typer.Argument(help="Run directory of a federation by cfl.")],
@@ -22,7 +19,7 @@ def tree(
 ) -> None:
     """Draw the parameter tree of a run: which cluster came apart when, and who is where."""
     from bootstrap.coordination.tree_picture import tree_figure
-    from bootstrap.coordination.tree_store import INDEX, read_index
+    from bootstrap.coordination.tree_store import INDEX, TREE, read_index
     from peer.plan import Plan
     from peer.rundir import PLAN
 

@@ -16,6 +16,7 @@ from peer.rundir import (
     read_topology,
 )
 from simulations.figures import accuracy_figure, heatmap_figure, save, topology_figure
+from simulations.figures_cfl import attempts_of, clustering_figure
 
 PLOTS = "plots"
 REFERENCES = ("local", "random")
@@ -57,6 +58,8 @@ def write_report(run: Path) -> list[Path]:
         "heatmap": heatmap_figure(plan, topology),
         "topology": topology_figure(plan, topology),
     }
+    if attempts_of(rows):
+        figures["clustering"] = clustering_figure(plan, rows)
     folder = run / PLOTS
     folder.mkdir(exist_ok=True)
     return [path for name, figure in figures.items() for path in save(figure, folder / name)]

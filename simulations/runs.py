@@ -28,7 +28,7 @@ from peer.rundir import (
     summarise,
     write_json,
 )
-from simulations.central import CentralPopulation, EngineCrew, LearnerCrew
+from simulations.central import CentralPopulation, Crew, EngineCrew, LearnerCrew
 from simulations.population import Row
 from simulations.processes import Federation
 
@@ -140,19 +140,18 @@ class PopulationMaker:
 
         Raises UserError for a method, model, data or device that cannot be used.
         """
-        central = plan.method in CENTRAL
         if self.equipment.reference:
             from simulations.population import Population, make_learners
 
             learners = make_learners(plan, data=self.equipment.data, model=self.equipment.model)
-            if not central:
-                return Population(plan, plan.method, learners=learners)
-            return CentralPopulation(plan, plan.method, LearnerCrew(learners))
+            if plan.method in CENTRAL:
+                return _coordinated(plan, LearnerCrew(learners))
+            return Population(plan, plan.method, learners=learners)
         from simulations.engine.laboratory import Laboratory
 
         engine = self._engine_for(plan)
-        if central:
-            return CentralPopulation(plan, plan.method, EngineCrew(engine))
+        if plan.method in CENTRAL:
+            return _coordinated(plan, EngineCrew(engine))
         return Laboratory(plan, plan.method, exact=self.equipment.exact, engine=engine)
 
     def close(self) -> None:
@@ -221,13 +220,34 @@ def run_population(
     own = PopulationMaker() if maker is None else nullcontext(maker)
     with own as making, RunWriter(out, plan) as writer:
         last: list[MetricRow] = []
-        for rows in _metric_rows(making.make(plan).run(evaluate_every=evaluate_every), plan.n):
+        population = making.make(plan)
+        for rows in _metric_rows(population.run(evaluate_every=evaluate_every), plan.n):
             for metric, topology in rows:
                 writer.append(metric, topology)
             last = [metric for metric, _ in rows]
             if progress is not None:
                 progress(plan.method, last[0].t)
+        if plan.method == "cfl":
+            _keep_tree(population, out)
         return writer.write_summary(wall_s=time.monotonic() - began, extra=_traffic(plan, last))
+
+
+def _coordinated(plan: Plan, crew: Crew) -> Rounds:
+    """Return the population of a method that a coordinator runs."""
+    if plan.method != "cfl":
+        return CentralPopulation(plan, plan.method, crew)
+    from simulations.clustered import ClusteredPopulation
+
+    return ClusteredPopulation(plan, crew)
+
+
+def _keep_tree(population: Rounds, out: Path) -> None:
+    """Write the parameter tree that CFL has grown to the run directory."""
+    from bootstrap.coordination.tree_store import TREE, TreeStore
+    from simulations.clustered import ClusteredPopulation
+
+    if isinstance(population, ClusteredPopulation):
+        TreeStore(out / TREE, population.plan.digest).save(population.server.tree, population.t)
 
 
 def compare(

@@ -23,6 +23,8 @@ from peer.files import remove_unfinished, write_atomically
 from peer.learning.learner import Vector
 from peer.plan import MAX_PEERS
 
+TREE = "tree"
+"""Where a run directory holds its parameter tree."""
 INDEX = "tree.json"
 MAX_INDEX = 256 * 2**20
 """Bytes of the largest index that is read."""

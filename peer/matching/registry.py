@@ -13,7 +13,7 @@ from typing import TypeVar
 from peer.errors import UserError
 from peer.matching.base import Matcher, MatcherSettings
 
-CENTRAL = ("fedavg", "ifca")
+CENTRAL = ("fedavg", "ifca", "cfl")
 """Methods that a coordinator runs, not peers among themselves: they have no matcher."""
 
 _BUILT_IN = ("local", "uniform", "pens", "panm")

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from bootstrap.coordination.tree import ParameterTree
 from bootstrap.coordination.tree_picture import tree_figure
-from bootstrap.coordination.tree_store import INDEX, TreeStore, read_index
-from bootstrap.tree_cli import TREE, theory, tree
+from bootstrap.coordination.tree_store import INDEX, TREE, TreeStore, read_index
+from bootstrap.tree_cli import theory, tree
 from peer.errors import StateError, UserError
 from peer.plan import Plan
 

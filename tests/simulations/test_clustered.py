@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bootstrap.coordination.tree_store import TREE, TreeStore
 from peer.learning.learner import Entry, Manifest, Scores, Vector
 from peer.plan import Plan
+from peer.rundir import read_metrics
 from simulations.central import EngineCrew, LearnerCrew, Models
 from simulations.clustered import ClusteredPopulation
 from simulations.engine.workers import Engine
 from simulations.population import make_learners
+from simulations.report import write_report
+from simulations.runs import Equipment, PopulationMaker, run_population
 
 SIZE = 64
 
@@ -151,3 +156,23 @@ def test_learners_and_the_engine_agree(precision: str) -> None:
         np.testing.assert_allclose(fast.models, reference.models, atol=tolerance)
         assert fast.server.tree.places == reference.server.tree.places
     assert len(reference.server.tree.leaves) == 2
+
+
+def test_a_run_leaves_its_tree_its_attempts_and_a_picture_of_them(tmp_path: Path) -> None:
+    small = Plan.model_validate(
+        {
+            "n": 4, "rounds": 3, "method": "cfl", "data": "digits", "cfl": {"eps1": 1.0},
+            "partition": {"kind": "rotation", "clusters": 2, "train_per_peer": 20},
+        }
+    )  # fmt: skip
+    with PopulationMaker(Equipment(reference=True)) as maker:
+        summary = run_population(small, tmp_path, maker=maker)
+    assert summary["clusters_found"] == 1
+    told = [row.notes["attempt"] for row in read_metrics(tmp_path) if "attempt" in row.notes]
+    assert [attempt["t"] for attempt in told] == [1, 2, 3]
+    size = summary["bytes_sent"] // 4 // 4 // 3
+    kept = TreeStore(tmp_path / TREE, small.digest).load(size, size)
+    assert kept is not None
+    assert kept[0].places == dict.fromkeys(range(4), 0)
+    assert kept[1] == 3
+    assert tmp_path / "plots" / "clustering.png" in write_report(tmp_path)
