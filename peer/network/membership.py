@@ -137,6 +137,10 @@ class Membership:
         member = self._members.get(index)
         return None if member is None else member.update
 
+    def is_present(self, peer: str) -> bool:
+        """Return whether the peer of an id is believed to be there: alive or suspect."""
+        return peer in self._index and self._members[self._index[peer]].present
+
     def living(self) -> list[PeerRecord]:
         """Return the records of all others that are alive or suspect, by index."""
         return [

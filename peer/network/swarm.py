@@ -69,6 +69,12 @@ FULL_PATIENCE = 90.0
 FAREWELLS = 64
 """Peers that are told of a departure at most; gossip tells the others."""
 
+_LEVELS = {
+    Change.DEAD: logging.WARNING,
+    # A rumour of a departure is a suspicion until the peer itself is heard or asked.
+    Change.SUSPECTED: logging.DEBUG,
+    Change.REFUTED: logging.DEBUG,
+}
 _MISFITS = {
     Reason.PLAN_MISMATCH: "follows another plan",
     Reason.MODEL_MISMATCH: "has another model, or the same with other initial weights",
@@ -249,7 +255,7 @@ class Swarm:
                 continue
             if not await self._answers(record):
                 self._membership.unreachable(record.index)
-            elif record in self._membership.living():
+            elif self._membership.is_present(request.sender):
                 raise RefusedError(Reason.BAD_REQUEST, "it has not left")
 
     async def _ping_for(self, target: str) -> Pong:
@@ -442,7 +448,7 @@ class Swarm:
     def _notify(self) -> None:
         """Log what happened, and wake those who wait for a change."""
         for change, record in self._membership.drain_events():
-            level = logging.WARNING if change is Change.DEAD else logging.INFO
+            level = _LEVELS.get(change, logging.INFO)
             log.log(level, "peer %d %s", record.index, change)
             # Whoever waits for an answer from there waits in vain.
             if change in (Change.DEAD, Change.LEFT, Change.MOVED):

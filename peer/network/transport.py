@@ -359,7 +359,7 @@ class Transport:
                 if refused.reason in MISTAKES:
                     who = f"{request.sender or 'nobody'} at {host}"
                     why = f"{refused.reason}: {refused.detail}"
-                    self.blame(Fault.REFUSED, who, f"a {request.kind} of {who}: {why}")
+                    self.blame(Fault.REFUSED, who, f"{request.kind} of {who}: {why}")
                 await self._reply(router, routing_id, request.id, refused)
             except Exception as error:  # whatever a handler does wrong, the peer lives on
                 self.traffic.fault(Fault.HANDLER)

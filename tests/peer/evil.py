@@ -8,27 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 import numpy as np
 import psutil
-import pytest
 import zmq
 import zmq.asyncio
 from safetensors.numpy import load_file
 
-from peer.errors import ProtocolError, RefusedError
+from peer.errors import RefusedError
 from peer.network.address import parse_address
 from peer.network.messages import (
     Known,
     Members,
     Message,
     PeerRecord,
+    Probe,
+    Pull,
+    Reason,
     Refused,
     Reply,
     Request,
@@ -45,7 +52,7 @@ from simulations.processes import Federation, Worker
 Messages = Sequence[Sequence[Buffer]]
 Misdeed = Callable[[Request, Reply, list[bytes]], Awaitable[Messages]]
 """Given a request, the honest reply to it and its chunks: the messages that are sent instead."""
-Wire = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Wire = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 """Carries what an evil peer's data socket says to whoever connected to it."""
 
 _MISDEED: ContextVar[Misdeed] = ContextVar("misdeed")
@@ -94,7 +101,7 @@ class EvilTransport(Transport):
             try:
                 reply, chunks = await self._handler(request)
             except RefusedError as refusal:
-                reply, chunks = Refused(reason=refusal.reason), ()
+                reply, chunks = Refused(reason=Reason(refusal.reason)), ()
             stamp = {"id": request.id, "sender": self._sender, "plan": self._plan}
             reply = reply.model_copy(update=stamp)
             for frames in await self._misdeed(request, reply, [bytes(chunk) for chunk in chunks]):
@@ -117,7 +124,6 @@ class Battle:
 
     run: Federation
     plan: Plan
-    evil: list[asyncio.Task[Any]]
 
     @property
     def victim(self) -> Worker:
@@ -128,19 +134,17 @@ class Battle:
         """Return the state directories of the honest peers."""
         return sorted(self.victim.directory.glob("replica-*"))
 
-    def records(self) -> list[PeerRecord]:
-        """Return the records of the honest peers, as the bootstrap node tells a stranger."""
+    def records(self) -> tuple[list[PeerRecord], list[PeerRecord]]:
+        """Return the records of the honest peers and of the evil ones, as the bootstrap node tells
+        any stranger."""
         with Stranger(self.run.address, plan=self.plan.digest) as stranger:
             known = stranger.ask(Members())
         assert isinstance(known, Known)
         assert self.victim.process is not None
         ports = {c.laddr.port for c in psutil.Process(self.victim.process.pid).net_connections()}
         records = [update.record for update in known.updates]
-        return [record for record in records if parse_address(record.control).port in ports]
-
-    async def end(self, seconds: float = 60.0) -> None:
-        """Wait until the honest peers have finished."""
-        await asyncio.to_thread(self.run.wait, seconds)
+        mine = [record for record in records if parse_address(record.control).port in ports]
+        return mine, [record for record in records if record not in mine]
 
     def rows(self) -> list[list[tuple[MetricRow, TopologyRow]]]:
         """Return what each honest peer wrote, by round."""
@@ -158,10 +162,10 @@ class Battle:
         """Return the faults that each honest peer counted."""
         return [json.loads((s / "traffic.json").read_text())["faults"] for s in self.states()]
 
-    def warnings(self) -> list[str]:
-        """Return the messages in the honest peers' log that are more than information."""
+    def warnings(self) -> list[tuple[int, str]]:
+        """Return what in the honest peers' log is more than information: replica and message."""
         lines = map(json.loads, self.victim.log.read_text(encoding="utf-8").splitlines())
-        return [line["message"] for line in lines if line["level"] != "info"]
+        return [(line["replica"], line["message"]) for line in lines if line["level"] != "info"]
 
     def check_models(self) -> None:
         """Fail unless every honest peer ended with a finite model after its last round."""
@@ -171,16 +175,16 @@ class Battle:
             assert rows[-1][0].t == self.plan.rounds
 
 
-@asynccontextmanager
-async def battle(
+@contextmanager
+def battle(
     directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
     misdeeds: Sequence[Misdeed],
     *,
     wires: Sequence[Wire | None] = (),
     peers: int = 3,
-    **changes: Any,
-) -> AsyncIterator[Battle]:
+    rounds: int = 6,
+    **network: Any,
+) -> Iterator[Battle]:
     """Run honest `peers` in a process of their own, and one evil peer here for each misdeed.
 
     Everybody asks everybody in every round, whose digits take no time to learn.
@@ -188,64 +192,94 @@ async def battle(
     n = peers + len(misdeeds)
     table: dict[str, Any] = {
         "n": n,
-        "rounds": 6,
+        "rounds": rounds,
         "method": "panm-grad",
-        "matching": {"l": n - 1, "k": n - 1, "t1": changes.get("rounds", 6)},
+        "matching": {"l": n - 1, "k": n - 1, "t1": rounds},
         "partition": {"train_per_peer": 20, "test_per_peer": 20},
         "training": {"epochs": 1, "batch": 20},
+        "network": {"request_timeout": 4.0, "linger": 20.0, **network},
     }
-    network = {"request_timeout": 4.0, "linger": 20.0, **changes.pop("network", {})}
-    plan = Plan.model_validate(table | changes | {"network": network})
-    monkeypatch.setattr("peer.node.Transport", EvilTransport)
+    plan = Plan.model_validate(table)
     flags = ["--replicas", str(peers), "--log", "json"]
-    with Federation(plan, directory, peers=1, peer_flags=flags) as run:
-        evil = []
+    with (
+        mock.patch("peer.node.Transport", EvilTransport),
+        Federation(plan, directory, peers=1, peer_flags=flags) as run,
+        _event_loop() as loop,
+    ):
+        evil: list[Future[Any]] = []
         for number, misdeed in enumerate(misdeeds):
             _MISDEED.set(misdeed)
             _WIRE.set(wires[number] if wires else None)
             settings = PeerSettings.gather(
                 config=None, bootstrap=run.address, state=directory / f"evil-{number}"
             )
-            evil.append(asyncio.create_task(Peer(settings).run()))
-        try:
-            yield Battle(run, plan, evil)
-        finally:
-            for task in evil:
-                task.cancel()
-            ends = await asyncio.gather(*evil, return_exceptions=True)
-            for end in ends:
-                if isinstance(end, Exception):
-                    raise end  # it failed by itself
+            evil.append(asyncio.run_coroutine_threadsafe(Peer(settings).run(), loop))
+        yield Battle(run, plan)
+        for peer in evil:
+            if peer.done():
+                peer.result()  # raises what it failed of, if it did
+
+
+@contextmanager
+def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """A loop in a thread of its own, whose tasks are cancelled at the end."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="evil", daemon=True)
+    thread.start()
+
+    async def end() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    try:
+        yield loop
+    finally:
+        asyncio.run_coroutine_threadsafe(end(), loop).result(15)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 class Stranger:
     """A socket that asks what it likes, as whom it likes."""
 
-    def __init__(self, address: str, *, sender: str = "", plan: str = "") -> None:
+    def __init__(
+        self, address: str, *, sender: str = "", plan: str = "", reads: bool = True
+    ) -> None:
         self._stamp = {"sender": sender, "plan": plan}
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, 0)
-        self._socket.connect(address)
+        self._socket.set(zmq.RCVHWM, 0 if reads else 1)
+        self._socket.connect(parse_address(address).url)
         self._number = 0
 
     def send(self, *frames: bytes) -> None:
         """Send any frames."""
         self._socket.send_multipart(frames)
 
-    def ask(self, request: Request, *, seconds: float = 10.0) -> Message | None:
-        """Send a request and return its reply; None when there is none in time."""
+    def tell(self, request: Request) -> None:
+        """Send a request and care for no reply."""
         self._number += 1
         stamp = {**self._stamp, "id": self._number}
         self.send(encode(request.model_copy(update=stamp)))
-        while self._socket.poll(int(1000 * seconds)):
-            header, *_ = self._socket.recv_multipart()
-            with suppress(ProtocolError):
-                reply = decode(header)
-                if reply.id == self._number:
-                    return reply
-        return None
+
+    def ask(self, request: Request, *, seconds: float = 10.0) -> Message | None:
+        """Send a request and return its reply; None when there is none in time."""
+        self.tell(request)
+        while (reply := self.receive(seconds)) is not None and reply.id != self._number:
+            pass
+        return reply
+
+    def receive(self, seconds: float) -> Message | None:
+        """Return what comes next; None when nothing does in time."""
+        if not self._socket.poll(int(1000 * seconds)):
+            return None
+        header, *_ = self._socket.recv_multipart()
+        return decode(header)
 
     def __enter__(self) -> Self:
         return self
@@ -273,3 +307,77 @@ def memory_of(worker: Worker) -> Iterator[Growth]:
     status = Path(f"/proc/{pid}/status").read_text()
     peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
     growth.mb = (peak - before) / 1e6
+
+
+class Gate:
+    """A misdeed that holds a federation in the middle of a run: until it is open, nobody gets what
+    belongs to the second round. Then another misdeed begins."""
+
+    def __init__(self, then: Misdeed = honest) -> None:
+        self.open = False
+        self.reached = threading.Event()
+        self._then = then
+
+    async def __call__(self, request: Request, reply: Reply, chunks: list[bytes]) -> Messages:
+        """Put off, or go on to the next misdeed."""
+        if isinstance(request, Probe | Pull) and request.round > 1 and not self.open:
+            self.reached.set()
+            await asyncio.sleep(0.1)
+            return [[encode(Refused(reason=Reason.NOT_YET, id=reply.id))]]
+        return await self._then(request, reply, chunks)
+
+
+def answer_time(address: str, plan: str) -> float:
+    """Return the seconds that a node takes to answer a stranger's question."""
+    began = time.monotonic()
+    with Stranger(address, plan=plan) as stranger:
+        assert isinstance(stranger.ask(Members()), Known)
+    return time.monotonic() - began
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL".ljust(23, b"\0") + bytes(32)
+"""What ZMTP 3.0 begins with: signature, version, mechanism, filler."""
+
+
+def ready(identity: bytes = b"") -> bytes:
+    """Return the command that ends ZMTP's handshake."""
+    body = b"\x05READY"
+    for name, value in ((b"Socket-Type", b"DEALER"), (b"Identity", identity)):
+        body += bytes([len(name)]) + name + len(value).to_bytes(4) + value
+    return b"\x06" + len(body).to_bytes(8) + body
+
+
+def connected(address: str, *, handshake: bool = True) -> socket.socket:
+    """Return a TCP connection, ZMTP's handshake done or not even begun."""
+    host, port = parse_address(address)
+    made = socket.create_connection((host, port), timeout=5)
+    if handshake:
+        made.sendall(GREETING + ready())
+        while len(made.recv(1024, socket.MSG_PEEK)) < len(GREETING):
+            time.sleep(0.001)
+    return made
+
+
+class Dripping:
+    """A connection that takes a tenth of a second for each byte of its handshake."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = connected(address, handshake=False)
+        self._thread = threading.Thread(target=self._drip, daemon=True)
+        self._ended = threading.Event()
+
+    def _drip(self) -> None:
+        for byte in GREETING:
+            if self._ended.wait(0.1):
+                break
+            with suppress(OSError):
+                self._socket.sendall(bytes([byte]))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._socket.close()
