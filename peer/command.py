@@ -22,13 +22,21 @@ INTERRUPTED = 130
 
 def run_command(command: Callable[[], Any]) -> NoReturn:
     """Run a command and exit: 0, 2 after a person's mistake (one line and a hint), 130 after
-    Ctrl-C."""
+    Ctrl-C.
+
+    A file or folder that cannot be used is a person's mistake too, wherever it comes to light.
+    """
     try:
         command()
     except (UserError, StateError) as error:
         print(f"error: {error}", file=sys.stderr)
-        if isinstance(error, UserError) and error.hint:
+        if error.hint:
             print(f"hint: {error.hint}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    except OSError as error:
+        if error.filename is None:  # no file that somebody named: sockets, processes, our mistakes
+            raise
+        print(f"error: cannot use {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
         sys.exit(USER_ERROR)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

@@ -46,7 +46,15 @@ class UnreachableError(PanmeshError):
 
 
 class StateError(PanmeshError):
-    """A state directory whose contents cannot be trusted: damaged, of another plan, or in use."""
+    """A state directory whose contents cannot be trusted: damaged, of another plan, or in use.
+
+    `message` and `hint` as of a `UserError`.
+    """
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
 
 
 class FederationError(PanmeshError):

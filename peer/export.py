@@ -7,6 +7,7 @@ build the model around them. The data it was trained on are not needed.
 from __future__ import annotations
 
 import csv
+import io
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -70,6 +71,8 @@ class LearnedModel:
         }
         if form not in writers:
             raise UserError(f"there is no format {form!r}", f"there are {', '.join(writers)}")
+        if not out.parent.is_dir():
+            raise UserError(f"cannot write {out}: there is no directory {out.parent}")
         try:
             writers[form](out)
         except OSError as error:
@@ -88,10 +91,12 @@ class LearnedModel:
             program = torch.export.export(module, (example,), dynamic_shapes=dynamic)
         except Exception as error:  # what torch cannot trace, it says in many ways
             raise UserError(f"torch.export does not take this model: {_line(error)}") from error
+        file = io.BytesIO()  # of files that it cannot write, torch says so in many ways, too
         with warnings.catch_warnings():
             # torch's own doubts about the views that its exporter made of the weights.
             warnings.simplefilter("ignore", UserWarning)
-            torch.export.save(program, out)
+            torch.export.save(program, file)
+        write_atomically(out, file.getvalue())
 
     def _write_onnx(self, out: Path) -> None:
         import torch

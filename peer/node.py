@@ -274,7 +274,10 @@ def _check_checkpoint(checkpoint: Checkpoint | None, plan: Plan, index: int, pat
     if checkpoint is None:
         return
     if checkpoint.plan != plan.digest:
-        raise StateError(f"{path} belongs to a run of another plan ({checkpoint.plan})")
+        raise StateError(
+            f"{path} belongs to a run of another plan ({checkpoint.plan})",
+            "give another --state, or remove this one",
+        )
     if checkpoint.index != index:
         raise StateError(f"{path} belongs to peer {checkpoint.index}, this is {index}")
 

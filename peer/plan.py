@@ -87,7 +87,8 @@ class PartitionPlan(_Table):
     def _clusters_fit(self) -> Self:
         allowed = {"none": (1,), "rotation": (1, 2, 4), "label-swap": (1, 2, 4)}
         if self.kind in allowed and self.clusters not in allowed[self.kind]:
-            raise ValueError(f"partition {self.kind} knows clusters = {allowed[self.kind]}")
+            known = " or ".join(", ".join(map(str, allowed[self.kind])).rsplit(", ", 1))
+            raise ValueError(f"{self.kind} knows clusters = {known}")
         return self
 
     @property

@@ -266,6 +266,8 @@ def bench(
         raise UserError(f"--sizes {sizes} is not a list of numbers", "write 20,100,1000") from None
     if min(numbers) < 2:
         raise UserError(f"--sizes {sizes}: a population has at least 2 peers")
+    if table is not None:
+        table.touch()  # to fail now, not after all the measuring
     rows = run_bench(
         names,
         numbers,

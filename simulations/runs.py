@@ -70,7 +70,7 @@ def clear_run(out: Path) -> None:
     if not out.exists():
         return
     plans = (out / PLAN, out / PROCESSES / PLAN)
-    if not any(plan.is_file() for plan in plans) and any(out.iterdir()):
+    if not out.is_dir() or (not any(plan.is_file() for plan in plans) and any(out.iterdir())):
         raise UserError(f"{out} exists and is not a run directory", "name another with --out")
     shutil.rmtree(out)
 

@@ -108,6 +108,7 @@ def test_a_state_directory_serves_one_process_and_one_plan(
     other.write_text(PLAN.model_copy(update={"seed": 7}).to_toml())
     flags = ("--plan", str(other), "--index", "0", "--state", str(done))
     assert "another plan" in mistake(*flags)
+    assert "give another --state" in command(*flags).stderr
     assert "belongs to peer 0" in mistake("--plan", plan, "--index", "1", "--state", str(done))
 
 

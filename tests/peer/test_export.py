@@ -93,8 +93,9 @@ def test_export_says_what_it_cannot_do(learned: Result, tmp_path: Path) -> None:
         learned.export(tmp_path / "model.bin")
     with pytest.raises(UserError, match="no format 'pickle'"):
         learned.export(tmp_path / "model.bin", "pickle")
-    with pytest.raises(UserError, match="cannot write"):
-        learned.export(tmp_path / "nowhere" / "model.safetensors")
+    for ending in ("safetensors", "pt2", "onnx"):
+        with pytest.raises(UserError, match="cannot write"):
+            learned.export(tmp_path / "nowhere" / f"model.{ending}")
     with pytest.raises(UserError, match="no peer has finished a round"):
         export_model(tmp_path, tmp_path / "model.safetensors")
     for name in ("checkpoint-0.safetensors", "checkpoint-1.safetensors"):
@@ -133,10 +134,13 @@ def test_the_command_exports_and_predicts_files_of_all_kinds(
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out.txt").read_text().split() == expected
 
-    refused = command("predict", *state, str(tmp_path / "out.txt"))
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("error: ")
-    assert "Traceback" not in refused.stderr
+    nowhere = str(tmp_path / "nowhere" / "out.txt")
+    for flags in ([str(tmp_path / "out.txt")], [str(tmp_path / "x.npz"), "--out", nowhere]):
+        refused = command("predict", *state, *flags)
+        assert refused.returncode == 2
+        assert refused.stderr.startswith("error: ")
+        assert refused.stderr.count("\n") == 1
+    assert refused.stderr == f"error: cannot use {nowhere}: No such file or directory\n"
 
 
 def test_an_image_is_predicted_as_its_pixels(learned: Result, tmp_path: Path) -> None:

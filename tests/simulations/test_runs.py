@@ -91,8 +91,16 @@ def test_only_runs_are_cleared_away(tmp_path: Path) -> None:
     clear_run(tmp_path / "run")
     assert not (tmp_path / "run").exists()
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UserError, match="not a run directory"):
-        clear_run(tmp_path)
+    for wrong in (tmp_path, tmp_path / "thesis.tex"):
+        with pytest.raises(UserError, match="not a run directory"):
+            clear_run(wrong)
+
+
+def test_a_table_that_cannot_be_written_is_told_before_the_measuring(tmp_path: Path) -> None:
+    file = tmp_path / "nowhere" / "rows.json"
+    done = simulate("bench", "--json", str(file))
+    assert done.returncode == 2
+    assert done.stderr == f"error: cannot use {file}: No such file or directory\n"
 
 
 def test_every_shipped_plan_is_valid() -> None:
