@@ -95,13 +95,16 @@ class Peer:
                 advertise=self._advertised(),
                 handler=self._handle,
                 traffic=self._traffic,
+                ports=identity.ports,
                 context=self._context,
             ) as transport:
                 if self._on_listening is not None:
                     self._on_listening(transport.control)
                 plan, index = await self._enrol(transport, identity, checkpoint)
                 _check_checkpoint(checkpoint, plan, index, settings.state)
-                state.keep_identity(identity.model_copy(update={"index": index}))
+                state.keep_identity(
+                    identity.model_copy(update={"index": index, "ports": transport.ports})
+                )
                 learner = await self._in_worker(self._learner, plan, index, state)
                 record = PeerRecord(
                     peer=identity.peer,

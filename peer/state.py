@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Annotated, Any, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -45,6 +45,8 @@ class Identity(BaseModel):
     peer: PeerId
     incarnation: int = Field(ge=0, lt=2**53)
     index: Index | None = None
+    ports: tuple[Annotated[int, Field(ge=1, le=65_535)], ...] = Field(default=(), max_length=2)
+    """Where it listened: others look for it there, and where all were stopped nobody else knows."""
 
 
 class _Meta(BaseModel):

@@ -60,6 +60,7 @@ class Change(StrEnum):
     LEFT = "left"
     RETURNED = "returned"
     MOVED = "moved"
+    RESTARTED = "restarted"
 
 
 class Event(NamedTuple):
@@ -73,12 +74,13 @@ class Event(NamedTuple):
 class _Member:
     """What is believed of one peer; `deadline` ends a suspicion, or how long the dead are kept;
     `sent` counts how often this news was passed on; `claim` is a record that rumour gives it
-    instead of its own."""
+    instead of its own; `restarted` says that it seems to have begun a new life."""
 
     update: Update
     deadline: float = math.inf
     sent: int = 0
     claim: PeerRecord | None = None
+    restarted: bool = False
 
     @property
     def present(self) -> bool:
@@ -211,6 +213,10 @@ class Membership:
             self._merge_status(member, update.status)
         else:
             self._install(update, now)
+        current = self._members[record.index]
+        if current.restarted:
+            current.restarted = False
+            self._events.append(Event(Change.RESTARTED, record))
         forged = claim is not None and not _same_but_newer(claim, record)
         if forged or record.incarnation < believed.record.incarnation:
             return [f"what was said of peer {believed.record.index} is not so"]
@@ -320,9 +326,14 @@ class Membership:
         before = self._members.get(record.index)
         same = before is not None and before.update.record.peer == record.peer
         old = before.update.state if before is not None and same else None
+        member = _Member(update)
         if before is not None and same and _addresses(before.update) != _addresses(update):
             self._events.append(Event(Change.MOVED, before.update.record))
-        member = _Member(update)
+        elif before is not None and same and before.present:
+            # In one life a peer only moves on.
+            member.restarted = update.status.published < before.update.status.published
+            if member.restarted:
+                self._urgent[record.peer] = None
         match update.state:
             case State.SUSPECT:
                 member.deadline = now + self.suspicion

@@ -451,7 +451,7 @@ class Swarm:
             level = _LEVELS.get(change, logging.INFO)
             log.log(level, "peer %d %s", record.index, change)
             # Whoever waits for an answer from there waits in vain.
-            if change in (Change.DEAD, Change.LEFT, Change.MOVED):
+            if change in (Change.DEAD, Change.LEFT, Change.MOVED, Change.RESTARTED):
                 self._transport.forget(record.control)
                 self._transport.forget(record.data)
         if self._membership.version != self._seen:

@@ -131,18 +131,21 @@ class Transport:
             or any free one as well.
         advertise: HOST or HOST:PORT that others are told to dial, if it differs from what is bound.
         handler: answers requests; each call runs in its own task.
+        ports: to take where `listen` leaves the choice, as far as they are free: those of before.
         traffic: where messages and faults are counted.
         context: a ZeroMQ context to share with other transports of this process.
         data: whether to bind a data socket; without one `data` equals `control`.
 
     Attributes:
         control, data: the advertised addresses, tcp://HOST:PORT, once entered.
+        ports: those that are bound, once entered.
 
     Entering raises UserError when an address cannot be bound.
     """
 
     control: str
     data: str
+    ports: tuple[int, ...]
 
     def __init__(
         self,
@@ -151,6 +154,7 @@ class Transport:
         advertise: str | None = None,
         handler: Handler,
         traffic: Traffic,
+        ports: Sequence[int] = (),
         context: zmq.asyncio.Context | None = None,
         data: bool = True,
     ) -> None:
@@ -158,6 +162,7 @@ class Transport:
         self._advertise = (
             None if advertise is None else parse_address(advertise, default_port=0, listening=True)
         )
+        self._wanted = ports
         self._handler = handler
         self.traffic = traffic
         self._shared_context = context
@@ -274,12 +279,16 @@ class Transport:
         """Bind the ROUTERs and set the advertised addresses."""
         host = await self._resolve(self._listen.host, "listen on")
         port = self._listen.port
-        routers = [self._router(HostPort(host, port), models=False)]
-        if self._with_data:
-            routers.append(self._router(HostPort(host, port and port + 1), models=True))
-        bound = [
+        count = 2 if self._with_data else 1
+        wanted = [port + offset for offset in range(count)] if port else list(self._wanted)
+        routers = []
+        for number in range(count):
+            router = self._router(models=number > 0)
+            self._take(router, host, wanted[number : number + 1], anywhere=port == 0)
+            routers.append(router)
+        self.ports = bound = tuple(
             int(str(router.get_string(zmq.LAST_ENDPOINT)).rpartition(":")[2]) for router in routers
-        ]
+        )
         if self._advertise is None:
             shown = [HostPort(self._listen.host, port) for port in bound]
         elif self._advertise.port == 0:
@@ -290,21 +299,31 @@ class Transport:
         self.control, self.data = shown[0].url, shown[-1].url
         return routers
 
-    def _router(self, address: HostPort, *, models: bool) -> zmq.asyncio.Socket:
+    def _router(self, *, models: bool) -> zmq.asyncio.Socket:
         router = self._socket(zmq.ROUTER)
         router.set(zmq.MAXMSGSIZE, MAX_HEADER + _FRAME_MARGIN)
         router.set(zmq.ROUTER_MANDATORY, 1)
         # Replies that are under way when the transport closes get a moment to leave.
         router.set(zmq.LINGER, 200)
         router.set(zmq.SNDHWM, 4 if models else 64)
-        try:
-            router.bind(address.url.removesuffix(":0") + (":*" if address.port == 0 else ""))
-        except zmq.ZMQError as error:
-            raise UserError(
-                f"cannot listen on {address.host}:{address.port}: {error.strerror}",
-                "give --listen another HOST:PORT; port 0 takes any free one",
-            ) from None
         return router
+
+    def _take(
+        self, router: zmq.asyncio.Socket, host: str, wanted: Sequence[int], *, anywhere: bool
+    ) -> None:
+        """Bind to a wanted port, else, where that is allowed, to any. Raises UserError."""
+        failure = ""
+        for place in [*wanted, *(["*"] if anywhere else [])]:
+            try:
+                router.bind(f"tcp://{host}:{place}")
+            except zmq.ZMQError as error:
+                failure = f"{host}:{place}: {error.strerror}"
+            else:
+                return
+        raise UserError(
+            f"cannot listen on {failure}",
+            "give --listen another HOST:PORT; port 0 takes any free one",
+        )
 
     async def _serve(self, router: zmq.asyncio.Socket) -> None:
         plain: zmq.Socket[bytes] = zmq.Socket.shadow(router.underlying)

@@ -350,6 +350,22 @@ def test_peer_is_where_rumour_has_it_once_its_old_place_is_deserted() -> None:
     assert not view.rumoured_elsewhere(record(1).peer)
 
 
+def test_a_peer_that_began_a_new_life_is_known_by_its_own_word() -> None:
+    view = membership(others=[1])
+    told(view, update(1, status=Status(published=5, finished=4)))
+    assert changes(view) == []
+    again = update(1, incarnation=2, status=Status(finished=4))
+    view.hear([again], 0.0)
+    assert changes(view) == []  # it may be a lie: the peer is asked
+    assert [target.index for target in view.tick(0.1)] == [1]
+    told(view, again)
+    assert changes(view) == [(Change.RESTARTED, 1)]
+    told(view, again)
+    # Raising the incarnation to refute something is no new life.
+    told(view, update(1, incarnation=3, status=Status(published=6, finished=5)))
+    assert changes(view) == []
+
+
 @pytest.mark.parametrize("state", [State.SUSPECT, State.DEAD, State.LEFT])
 def test_answer_of_a_peer_outweighs_every_rumour_of_it(state: State) -> None:
     view = membership(others=[1])

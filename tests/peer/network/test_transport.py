@@ -468,3 +468,19 @@ def open_files() -> int:
 def unused_port() -> int:
     """A port that, with its successor, nobody listens on."""
     return free_port()
+
+
+async def test_ports_of_before_are_taken_again_if_they_are_free() -> None:
+    async def nobody(_: Request) -> tuple[Reply, Sequence[Buffer]]:
+        raise RefusedError(Reason.NOT_YET)
+
+    def listening(ports: Sequence[int] = ()) -> Transport:
+        return Transport(listen="127.0.0.1:0", handler=nobody, traffic=Traffic(), ports=ports)
+
+    async with listening() as first:
+        ports = first.ports
+        assert [first.control, first.data] == [f"tcp://127.0.0.1:{port}" for port in ports]
+        async with listening(ports) as other:
+            assert not set(ports) & set(other.ports)
+    async with listening(ports) as again:
+        assert again.ports == ports
