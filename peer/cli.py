@@ -17,7 +17,7 @@ from peer.learning.local_import import import_module
 from peer.memory import return_freed_memory
 from peer.plan import Plan
 from peer.rundir import MetricRow
-from peer.settings import PeerSettings
+from peer.settings import PeerSettings, replica_states
 
 logger = logging.getLogger(__name__)
 
@@ -121,18 +121,30 @@ def _log_round(plan: Plan, row: MetricRow) -> None:
 
 @app.command()
 def health(context: typer.Context, state: StateOption = None) -> None:
-    """Exit with 0 if the peer of this state directory is alive, with 1 if not."""
-    path = _state_of(context, state) / "health.json"
+    """Exit with 0 if the peer of this state directory, or every replica there, is alive, else 1."""
+    path = _state_of(context, state)
+    replicas = replica_states(path)
+    reports = [_health(one) for one in replicas or [path]]
+    alive = sum(healthy for healthy, _ in reports)
+    if replicas:
+        print(f"{alive} of {len(replicas)} replicas are alive")
+    for place, (healthy, line) in zip(replicas or [path], reports, strict=True):
+        if not (replicas and healthy):
+            print(f"{place.name} {line}" if replicas else line)
+    raise typer.Exit(0 if alive == len(reports) else 1)
+
+
+def _health(state: Path) -> tuple[bool, str]:
+    """Return whether the peer of a state directory is alive, and a line about it."""
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = json.loads((state / "health.json").read_text(encoding="utf-8"))
         age = time.time() - float(report["time"])
         finished = report["status"]["finished"]
     except (OSError, ValueError, KeyError, TypeError):
-        print(f"no peer has run in {path.parent}")
-        raise typer.Exit(1) from None
-    word = "alive" if age < HEALTHY_AGE else "silent"
-    print(f"{word}: heard of {age:.0f} s ago, after round {finished}")
-    raise typer.Exit(0 if age < HEALTHY_AGE else 1)
+        return False, f"no peer has run in {state}"
+    healthy = age < HEALTHY_AGE
+    word = "alive" if healthy else "silent"
+    return healthy, f"{word}: heard of {age:.0f} s ago, after round {finished}"
 
 
 @app.command()

@@ -23,6 +23,8 @@ from safetensors.numpy import save
 from peer.errors import UserError
 from peer.files import write_atomically
 from peer.learning.learner import Learner, ModelCard, Vector
+from peer.learning.sources import enumerated
+from peer.settings import replica_states
 from peer.state import MODEL_CARD, Checkpoint, newest_checkpoint
 
 FORMATS = {".safetensors": "safetensors", ".pt2": "torch", ".onnx": "onnx"}
@@ -137,6 +139,10 @@ def load_model(state: Path) -> LearnedModel:
 
     checkpoint = newest_checkpoint(state)
     if checkpoint is None:
+        if replicas := replica_states(state):
+            raise UserError(
+                f"{state} holds {len(replicas)} replicas", f"name one: --state {replicas[0]}"
+            )
         raise UserError(f"no peer has finished a round in {state}", "give its --state directory")
     try:
         card = _CARD.validate_json((state / MODEL_CARD).read_bytes())
@@ -167,7 +173,8 @@ def export_model(state: Path, out: Path, form: str | None = None) -> str:
 def predict_file(state: Path, file: Path, *, label: str | None = None) -> list[str]:
     """Return the predicted class of each sample in a file: npz (key x), csv or an image.
 
-    `label` is a column of a csv to leave out. Raises UserError.
+    `label` is a column of a csv to leave out, beside those that the training left out. Raises
+    UserError.
     """
     model = load_model(state)
     try:
@@ -175,11 +182,13 @@ def predict_file(state: Path, file: Path, *, label: str | None = None) -> list[s
             case ".npz":
                 inputs = _read_npz(file)
             case ".csv":
-                inputs = _read_csv(file, label)
+                inputs = _read_csv(file, label, model.card)
             case _:
                 inputs = _read_image(file, model.card.shape)
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror or error}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"cannot read {file} as CSV: {error}") from None
     scaled = inputs * np.float32(model.card.scale) if inputs.dtype == np.uint8 else inputs
     return model.labels(model.predict(scaled))
 
@@ -191,19 +200,26 @@ def _read_npz(file: Path) -> npt.NDArray[Any]:
                 if key in arrays:
                     found: npt.NDArray[Any] = arrays[key]
                     return found
-            names = ", ".join(arrays.files)
-    except (ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise UserError(f"{file} is not an npz file of plain arrays: {_line(error)}") from None
+            names = enumerated(arrays.files)
+    except (ValueError, zipfile.BadZipFile, EOFError, AttributeError, TypeError):
+        raise UserError(f"{file} is not an npz file of plain arrays") from None
     raise UserError(f"{file} has no array x", f"it has {names}")
 
 
-def _read_csv(file: Path, label: str | None) -> npt.NDArray[Any]:
-    with file.open(newline="", encoding="utf-8") as lines:
+def _read_csv(file: Path, label: str | None, card: ModelCard) -> npt.NDArray[Any]:
+    with file.open(newline="", encoding="utf-8-sig") as lines:
         rows = csv.reader(lines)
         header = next(rows, [])
-        kept = [column for column, name in enumerate(header) if name != label]
-        if label is not None and len(kept) == len(header):
-            raise UserError(f"{file} has no column {label!r}", f"it has {', '.join(header)}")
+        if label is not None and label not in header:
+            raise UserError(f"{file} has no column {label!r}", f"it has {enumerated(header)}")
+        left_out = {label, *card.left_out}
+        kept = [column for column, name in enumerate(header) if name not in left_out]
+        wanted = int(np.prod(card.shape))
+        if len(kept) != wanted:
+            raise UserError(
+                f"{file} has {len(kept)} columns of features, the model takes {wanted}",
+                "--label COLUMN leaves a column out",
+            )
         values = []
         for number, row in enumerate(rows, start=2):
             try:

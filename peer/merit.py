@@ -6,8 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 
 def precision(bag: Collection[int], index: int, clusters: Sequence[int]) -> float | None:
-    """Return the share of `bag` that is of the true cluster of `index`; None when it is empty."""
-    if not bag:
+    """Return the share of `bag` that is of the true cluster of `index`.
+
+    None when the bag is empty, or all are of one cluster: nothing is then right or wrong.
+    """
+    if not bag or _single(clusters):
         return None
     return sum(clusters[j] == clusters[index] for j in bag) / len(bag)
 
@@ -15,12 +18,17 @@ def precision(bag: Collection[int], index: int, clusters: Sequence[int]) -> floa
 def recall(bag: Collection[int], index: int, clusters: Sequence[int]) -> float | None:
     """Return the share of the other members of the true cluster of `index` that is in `bag`.
 
-    None when the bag is empty (a method without neighbours) or the cluster has nobody else.
+    None when the bag is empty (a method without neighbours), the cluster has nobody else, or there
+    is no other cluster.
     """
     others = clusters.count(clusters[index]) - 1
-    if not bag or not others:
+    if not bag or not others or _single(clusters):
         return None
     return sum(clusters[j] == clusters[index] for j in bag) / others
+
+
+def _single(clusters: Sequence[int]) -> bool:
+    return all(cluster == clusters[0] for cluster in clusters)
 
 
 def clusters_found(bags: Mapping[int, Collection[int]]) -> int:

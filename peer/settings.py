@@ -20,7 +20,10 @@ from pydantic_settings import (
 )
 
 from peer.errors import UserError
+from peer.network.address import dial_address, parse_address
 from peer.plan import MAX_PEERS, describe
+
+REPLICA = "replica-"
 
 
 class PeerSettings(BaseSettings):
@@ -109,19 +112,19 @@ class PeerSettings(BaseSettings):
         """Return the settings of one of the process's replicas: own state, own ports, own index."""
         if self.replicas == 1:
             return self
-        host, _, port = self.listen.rpartition(":")
+        host, port = parse_address(self.listen, listening=True)
         # Every peer listens on two ports: control, and data on the next.
-        shifted = int(port) + 2 * number if int(port or 0) else 0
+        shifted = port + 2 * number if port else 0
         return self.model_copy(
             update={
-                "state": self.state / f"replica-{number}",
+                "state": self.state / f"{REPLICA}{number}",
                 "listen": f"{host}:{shifted}",
                 "index": None if self.index is None else self.index + number,
             }
         )
 
     def check(self) -> None:
-        """Raise UserError when these settings do not name a federation to join."""
+        """Raise UserError when these settings do not name a federation to join, or no address."""
         if not self.bootstrap and self.plan is None:
             raise UserError(
                 "no federation to join",
@@ -133,3 +136,12 @@ class PeerSettings(BaseSettings):
             )
         if self.plan is not None and self.index is None:
             raise UserError("--plan needs --index I", "each peer of a plan file has its own index")
+        parse_address(self.listen, listening=True)
+        for address in (*self.bootstrap, *self.peer):
+            dial_address(address)
+
+
+def replica_states(state: Path) -> list[Path]:
+    """Return the directories of the replicas that have run with a state directory, by number."""
+    found = [path for path in state.glob(f"{REPLICA}*") if path.name[len(REPLICA) :].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[len(REPLICA) :]))

@@ -64,6 +64,7 @@ def prepare(
         labels=dataset.labels,
         scale=dataset.scale,
         seed=plan.seed,
+        left_out=dataset.left_out,
     )
     return _learner(card, share, plan, index, device=device, threads=threads), card
 

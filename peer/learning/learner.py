@@ -98,7 +98,7 @@ class ModelCard:
 
     `model` is the plan's name, `factory` the import path of a custom one. `shape` is that of one
     input and `scale` what stored inputs are multiplied by; `labels` name the `classes`, if they
-    have names.
+    have names; `left_out` are the columns of a table that the training took for no features.
     """
 
     model: str
@@ -108,6 +108,7 @@ class ModelCard:
     labels: tuple[str, ...] | None
     scale: float
     seed: int
+    left_out: tuple[str, ...] = ()
 
 
 class Scores(NamedTuple):

@@ -8,7 +8,7 @@ A spec is a source's name, an argument after a colon where it takes one, and opt
 
 `shard` keeps the i-th (from 0) of n shares of the training data; `test` is the share held out for
 testing where the data have no test set of their own (0.2 if not given). A new source is one
-function and one line in `SOURCES`.
+function and one line in `SOURCES`, and one in `OPTIONS` if it has any.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Dataset:
     `shape` is that of one input, channels first for images; a model takes x * `scale`. `labels` are
     the names of the classes, where they have names. Where the data fall into groups by themselves
     (sites, writers, topics), `groups` names them, sorted, and `train_group` and `test_group` are,
-    [m] each, the number of a sample's. Byte inputs may be mapped from the disk.
+    [m] each, the number of a sample's. `left_out` are the columns of a table that are no features.
+    Byte inputs may be mapped from the disk.
     """
 
     train_x: Array
@@ -65,6 +66,7 @@ class Dataset:
     groups: tuple[str, ...] = ()
     train_group: Labels | None = None
     test_group: Labels | None = None
+    left_out: tuple[str, ...] = ()
 
 
 class Samples(NamedTuple):
@@ -78,6 +80,7 @@ class Samples(NamedTuple):
     labels: tuple[str, ...] | None = None
     scale: float = 1.0
     group: Sequence[str] | None = None
+    left_out: tuple[str, ...] = ()
 
 
 def load_dataset(spec: str, *, seed: int, classes: int | None = None) -> Dataset:
@@ -90,8 +93,6 @@ def load_dataset(spec: str, *, seed: int, classes: int | None = None) -> Dataset
     name, options = request.text, request.options
     fraction, shard = _fraction(options.pop("test", None)), _shard(options.pop("shard", None))
     samples = request.read(request)
-    if options:
-        raise UserError(f"{name} takes no option {next(iter(options))!r} (in {spec!r})")
     train = _checked(*samples.train, f"{name}, training data")
     groups: tuple[str, ...] = ()
     train_group = test_group = None
@@ -115,7 +116,16 @@ def load_dataset(spec: str, *, seed: int, classes: int | None = None) -> Dataset
     largest = max(int(train[1].max()), int(test[1].max()))
     count = _class_count(largest, samples.labels, classes, name)
     return Dataset(
-        *train, *test, count, shape, samples.labels, samples.scale, groups, train_group, test_group
+        *train,
+        *test,
+        classes=count,
+        shape=shape,
+        labels=samples.labels,
+        scale=samples.scale,
+        groups=groups,
+        train_group=train_group,
+        test_group=test_group,
+        left_out=samples.left_out,
     )
 
 
@@ -124,10 +134,7 @@ def load_dataset(spec: str, *, seed: int, classes: int | None = None) -> Dataset
 
 @dataclass(frozen=True)
 class Request:
-    """A spec taken apart: `text` before the options, `argument` after the colon, and the options.
-
-    A source pops the options it knows; what is left over is an error.
-    """
+    """A spec taken apart: `text` before the options, `argument` after the colon, the options."""
 
     read: Source
     text: str
@@ -139,7 +146,7 @@ Source = Callable[[Request], Samples]
 
 
 def parse_spec(spec: str) -> Request:
-    """Take a spec apart. Raises UserError for an unknown source or unreadable options."""
+    """Take a spec apart. Raises UserError for a source or an option that there is not."""
     text, _, tail = spec.partition("#")
     name, colon, argument = text.partition(":")
     if name not in SOURCES and not colon:
@@ -150,10 +157,20 @@ def parse_spec(spec: str) -> Request:
         key, _, value = part.partition("=")
         if not value or key in options:
             raise UserError(f"cannot read {part!r} in {spec!r}", "write #key=value&key=value")
+        if key not in (allowed := (*OPTIONS.get(name, ()), *COMMON_OPTIONS)):
+            raise UserError(
+                f"{name} takes no option {key!r} (in {spec!r})", f"there are {', '.join(allowed)}"
+            )
         options[key] = value
     if name in SOURCES:
         return Request(SOURCES[name], text, argument, options)
     return Request(_read_import, text, text, options)
+
+
+def enumerated(names: Sequence[str], most: int = 12) -> str:
+    """Return the names, the first `most` of them and how many there are more, for people."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def _fraction(text: str | None) -> float | None:
@@ -364,14 +381,17 @@ def _read_npz(request: Request) -> Samples:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
-        raise UserError(f"cannot read {path!r} as npz: {error}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path!r} as npz: {error.strerror or error}") from None
+    except (ValueError, EOFError, zipfile.BadZipFile, AttributeError, TypeError):
+        # numpy's own words are of use to who calls it only.
+        raise UserError(f"cannot read {path!r} as npz: it is no npz file of plain arrays") from None
     for keys in (("x_train", "y_train", "x_test", "y_test"), ("x", "y")):
         if all(key in arrays for key in keys):
             return _from_arrays(tuple(arrays[key] for key in keys), path)
     raise UserError(
         f"{path} has no x and y, nor x_train, y_train, x_test and y_test",
-        f"it has {', '.join(sorted(arrays)) or 'nothing'}",
+        f"it has {enumerated(sorted(arrays)) or 'nothing'}",
     )
 
 
@@ -436,22 +456,23 @@ def _read_csv(request: Request) -> Samples:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             rows = csv.reader(file)
             header = next(rows, [])
-            group = request.options.pop("group", None)
-            columns = _special_columns(request.options.pop("label", None), group, header, path)
+            group = request.options.get("group")
+            columns = _special_columns(request.options.get("label"), group, header, path)
             x, *texts = _read_rows(rows, header, columns, path)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"cannot read {path!r} as CSV: {error}") from None
     names = texts[0]
     numbers, labels = _numbered(set(names))
     y = np.array([numbers[name] for name in names], dtype=np.int64)
-    return Samples((x, y), labels=labels, group=texts[1] if group else None)
+    left_out = tuple(header[place] for place in columns)
+    return Samples((x, y), labels=labels, group=texts[1] if group else None, left_out=left_out)
 
 
 def _special_columns(
     label: str | None, group: str | None, header: list[str], path: str
 ) -> list[int]:
     """Return the places of the label's column and, if one is named, the group's."""
-    columns = f"its columns are {', '.join(header)}" if header else "the file is empty"
+    columns = f"its columns are {enumerated(header)}" if header else "the file is empty"
     if label is None:
         raise UserError(f"{path}: which column is the label?", f"add #label=COLUMN; {columns}")
     special = [label] if group is None else [label, group]
@@ -509,7 +530,7 @@ def _read_images(request: Request) -> Samples:
     files = [[path for name in sorted(classes) for path in _image_files(p / name)] for p in parts]
     if not files[0]:
         raise UserError(f"there are no .png or .jpg files in {parts[0]}/<class>/")
-    size, mode = _image_form(files[0][0], request.options.pop("size", None))
+    size, mode = _image_form(files[0][0], request.options.get("size"))
     numbers, labels = _numbered(classes)
     pairs = [
         (
@@ -563,3 +584,7 @@ SOURCES: dict[str, Source] = {
     "csv": _read_csv,
     "images": _read_images,
 }
+
+COMMON_OPTIONS = ("shard", "test")
+OPTIONS: dict[str, tuple[str, ...]] = {"csv": ("label", "group"), "images": ("size",)}
+"""Options of a source beside the common ones."""

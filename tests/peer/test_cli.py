@@ -64,7 +64,10 @@ PLAN_FLAGS = ("--plan", "PLAN", "--index", "1", "--state", "STATE")
         (["--plan", "NOTOML", "--index", "1", "--state", "STATE"], "is not valid TOML"),
         ([*PLAN_FLAGS, "--listen", "nonsense"], "'nonsense' is not an address"),
         ([*PLAN_FLAGS, "--listen", "ADDRESS"], "cannot listen on"),
+        ([*PLAN_FLAGS, "--listen", "nonsense", "--replicas", "2"], "'nonsense' is not an address"),
         ([*PLAN_FLAGS, "--peer", "127.0.0.1:99999"], "99999 is not a port"),
+        (["--plan", "missing.toml", "--index", "0", "--peer", "x:y"], "'x:y' is not an address"),
+        (["--bootstrap", "127.0.0.1:0"], "0 is not a port that can be dialled"),
         ([*PLAN_FLAGS, "--replicas", "0"], "replicas"),
         ([*PLAN_FLAGS, "--data", "nothing"], "there is no data source 'nothing'"),
         ([*PLAN_FLAGS, "--model", "m:f"], "sklearn-sgd, not custom"),
@@ -187,3 +190,17 @@ def test_health_is_that_of_the_event_loop(waiting: Worker, tmp_path: Path) -> No
     silent = command("health", "--state", str(tmp_path))
     assert silent.returncode == 1
     assert re.fullmatch(r"silent: heard of 9\d s ago, after round 7\n", silent.stdout)
+
+
+def test_replicas_are_healthy_when_all_are(tmp_path: Path) -> None:
+    now = {"time": time.time() + 60, "status": {"finished": 7}}
+    for number, report in enumerate([now, now, now | {"time": time.time() - 90}]):
+        state = tmp_path / f"replica-{number}"
+        state.mkdir()
+        (state / "health.json").write_text(json.dumps(report))
+    some = command("health", "--state", str(tmp_path))
+    assert some.returncode == 1
+    assert some.stdout.startswith("2 of 3 replicas are alive\nreplica-2 silent: heard of 9")
+    (tmp_path / "replica-2" / "health.json").write_text(json.dumps(now))
+    every = command("health", "--state", str(tmp_path))
+    assert (every.returncode, every.stdout) == (0, "3 of 3 replicas are alive\n")

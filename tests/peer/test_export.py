@@ -17,6 +17,7 @@ from sklearn.datasets import load_digits
 
 from peer import Plan, Result, export_model, load_model, run
 from peer.errors import StateError, UserError
+from peer.export import predict_file
 
 PLAN = Plan.model_validate(
     {"n": 2, "rounds": 3, "method": "random", "partition": {"train_per_peer": 100}}
@@ -96,6 +97,9 @@ def test_export_says_what_it_cannot_do(learned: Result, tmp_path: Path) -> None:
     for ending in ("safetensors", "pt2", "onnx"):
         with pytest.raises(UserError, match="cannot write"):
             learned.export(tmp_path / "nowhere" / f"model.{ending}")
+    with pytest.raises(UserError, match="holds 2 replicas") as told:
+        export_model(learned.state.parent, tmp_path / "model.safetensors")
+    assert told.value.hint == f"name one: --state {learned.state}"
     with pytest.raises(UserError, match="no peer has finished a round"):
         export_model(tmp_path, tmp_path / "model.safetensors")
     for name in ("checkpoint-0.safetensors", "checkpoint-1.safetensors"):
@@ -143,12 +147,24 @@ def test_the_command_exports_and_predicts_files_of_all_kinds(
     assert refused.stderr == f"error: cannot use {nowhere}: No such file or directory\n"
 
 
+def test_a_table_with_the_label_is_predicted_without_it(tmp_path: Path) -> None:
+    rows = "".join(f"{i % 2},{i},{'yx'[i % 2]},s{i % 2}\n" for i in range(40))
+    (tmp_path / "t.csv").write_text("a,b,kind,site\n" + rows)
+    plan = Plan(n=2, rounds=1, method="local", data="own", model="sklearn-sgd")
+    data = f"csv:{tmp_path / 't.csv'}#label=kind&group=site"
+    state = run(plan, state=tmp_path / "state", index=0, replicas=2, data=data)[0].state
+    assert len(predict_file(state, tmp_path / "t.csv")) == 40
+    (tmp_path / "u.csv").write_text("a,b,other\n1,2,x\n")
+    with pytest.raises(UserError, match="3 columns of features, the model takes 2") as told:
+        predict_file(state, tmp_path / "u.csv")
+    assert "--label COLUMN" in told.value.hint
+    assert len(predict_file(state, tmp_path / "u.csv", label="other")) == 1
+
+
 def test_an_image_is_predicted_as_its_pixels(learned: Result, tmp_path: Path) -> None:
     found: Any = load_digits()
     # The data set's pixels go from 0 to 16, an image's from 0 to 255.
     pixels = np.round(found.images[0] * (255 / 16)).astype(np.uint8)
     Image.fromarray(pixels).resize((32, 32), Image.Resampling.NEAREST).save(tmp_path / "zero.png")
-    from peer.export import predict_file
-
     line = predict_file(learned.state, tmp_path / "zero.png")
     assert line == [str(c) for c in learned.predict(found.images[:1, None] / 16)]

@@ -20,6 +20,11 @@ def test_recall_is_the_share_of_the_cluster_without_oneself() -> None:
     assert recall({1}, 0, [0, 1, 1]) is None
 
 
+def test_a_single_cluster_has_neither() -> None:
+    assert precision({1, 2}, 0, [0, 0, 0]) is None
+    assert recall({1, 2}, 0, [0, 0, 0]) is None
+
+
 def test_clusters_are_components_of_mutual_membership() -> None:
     assert clusters_found({0: [1], 1: [0, 2], 2: [1], 3: [4], 4: [3]}) == 2
     assert clusters_found({0: [1], 1: [2], 2: [0]}) == 3

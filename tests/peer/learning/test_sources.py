@@ -317,6 +317,7 @@ def test_bad_npz(arrays: dict[str, Any], message: str) -> None:
 def test_npz_files_that_are_none(tmp_path: Path) -> None:
     assert "cannot read 'nowhere.npz'" in refusal("npz:nowhere.npz")
     (tmp_path / "text.npz").write_text("hello")
+    assert "pickle" not in refusal("npz:text.npz")
     assert "cannot read 'text.npz'" in refusal("npz:text.npz")
     np.save(tmp_path / "one.npy", np.zeros(3))
     assert "cannot read 'one.npy'" in refusal("npz:one.npy")
@@ -389,6 +390,12 @@ def test_csv_with_numbers_as_labels() -> None:
         ("a,y\n1,0\n1\n", "#label=y", "line 3: 1 cells, but the header has 2"),
         ("a,y\n", "#label=y", "no samples"),
         ("a,y\n1,0\n2,1\n", "#label=y&size=3", "takes no option 'size'"),
+        ("a,y\n1,0\n", "#lable=y", "csv takes no option 'lable'"),
+        (
+            ",".join(f"c{i}" for i in range(65)),
+            "",
+            "its columns are " + ", ".join(f"c{i}" for i in range(12)) + " and 53 more",
+        ),
         ("a,y\n1,u\n2,v\n", "#label=y", None),
     ],
 )
