@@ -149,6 +149,8 @@ async def test_refusals(node: BootstrapNode) -> None:
         b.index = 1
         odd = b.update(model="f" * 32)
         assert await b.refusal(Announce(update=odd)) == Reason.MODEL_MISMATCH
+        beyond = b.update(finished=PLAN.rounds + 1)
+        assert await b.refusal(Announce(update=beyond)) == Reason.BAD_REQUEST
         assert await b.refusal(Probe(round=1, staleness=0, wait=0)) == Reason.BAD_REQUEST
         b.transport.introduce(sender=b.peer, plan="0" * 32)
         assert await b.refusal(Announce(update=b.update())) == Reason.PLAN_MISMATCH

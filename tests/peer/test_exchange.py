@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from peer import exchange as module
 from peer.errors import RefusedError
 from peer.exchange import Shelf, Snapshot
 from peer.network.messages import Reason
@@ -89,3 +90,29 @@ async def test_a_republished_round_replaces_its_snapshot() -> None:
     await shelf.publish(newer)
     assert await shelf.get(2, 0, wait=0.0) is newer
     assert (await shelf.get(1, 0, wait=0.0)).t == 1
+
+
+async def test_nobody_waits_longer_than_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 0.05)
+    shelf = await shelf_with(1)
+    async with asyncio.timeout(5):
+        with pytest.raises(RefusedError) as refusal:
+            await shelf.get(2, 0, wait=60.0)
+    assert refusal.value.reason == Reason.NOT_YET
+
+
+async def test_those_who_come_when_too_many_wait_are_answered_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_WAITERS", 2)
+    shelf = await shelf_with(1)
+    async with asyncio.TaskGroup() as group:
+        waiting = [group.create_task(shelf.get(2, 0, wait=30.0)) for _ in range(2)]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(1):
+            with pytest.raises(RefusedError) as refusal:
+                await shelf.get(2, 0, wait=30.0)
+            assert (await shelf.get(1, 0, wait=30.0)).t == 1
+        await shelf.publish(snapshot(2))
+    assert refusal.value.reason == Reason.NOT_YET
+    assert [task.result().t for task in waiting] == [2, 2]

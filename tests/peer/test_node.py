@@ -11,6 +11,8 @@ import pytest
 
 from peer import Plan, Result, run
 from peer.errors import StateError, UserError
+from peer.learning.build import prepare
+from peer.learning.learner import Learner, Vector
 from peer.rundir import read_metrics, read_topology
 
 
@@ -94,6 +96,38 @@ def test_sketches_save_the_payload_that_they_promise(tmp_path: Path) -> None:
     promised = (1 + 0.2 * 3) / (2 * (3 + 1))
     for sketched, exact in zip(received("sketch"), received("exact"), strict=True):
         assert sketched <= promised * exact
+
+
+class Diverging:
+    """A learner whose training of round 3 ends in NaN as long as it starts from a mixed model."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self.own: list[Vector] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._learner, name)
+
+    def fit(self, model: Vector, t: int) -> Vector:
+        if t == 3 and not any(np.array_equal(model, own) for own in self.own):
+            return np.full_like(model, np.nan)
+        self.own.append(self._learner.fit(model, t))
+        return self.own[-1]
+
+
+def test_training_that_diverges_starts_again_from_ones_own_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = PAIR.model_copy(update={"rounds": 4})
+    results = run(
+        plan,
+        state=tmp_path,
+        make_learner=lambda plan, index: Diverging(prepare(plan, index)[0]),
+    )
+    for result in results:
+        assert result.rounds == 4
+        assert np.isfinite(result.model).all()
+    assert caplog.text.count("training diverged in round 3") == 2
 
 
 def test_a_state_directory_of_another_plan_is_refused(tmp_path: Path) -> None:

@@ -365,6 +365,35 @@ async def test_odd_peer_does_not_end_one_that_has_joined() -> None:
             assert first.transport.traffic.snapshot()["faults"]["content"] == 1
 
 
+async def test_odd_one_that_no_person_named_does_not_end_a_peer_that_comes_back() -> None:
+    async def refuse(request: Request) -> tuple[Reply, Sequence[Buffer]]:
+        raise RefusedError(Reason.PLAN_MISMATCH)
+
+    async with Transport(listen="127.0.0.1:0", handler=refuse, traffic=Traffic()) as odd:
+        async with node(1) as once:
+            record = update_of(once).record.model_copy(update={"control": odd.control})
+        async with node(0, remembered=[record]) as back:
+            await eventually(lambda: back.transport.traffic.snapshot()["faults"] == {"content": 1})
+            assert not back.running.done()
+
+
+async def test_departure_is_asked_after() -> None:
+    async with (
+        node(0) as a,
+        node(1, peers=[a.transport.control]) as b,
+        node(2, peers=[a.transport.control]) as c,
+    ):
+        await eventually(lambda: len(a.known()) == 2)
+        # In the name of another.
+        c.transport.introduce(sender=peer_id(1), plan="c" * 32)
+        word = update_of(b).model_copy(update={"state": State.LEFT})
+        with pytest.raises(RefusedError, match="it has not left"):
+            await c.transport.request(a.transport.control, Leave(update=word), timeout=5)
+        assert 1 in a.known()
+        await b.swarm.leave()
+        assert 1 not in a.known()
+
+
 async def test_requests_that_lie_are_refused() -> None:
     async with node(0) as first, node(1, peers=[first.transport.control]) as second:
         await eventually(lambda: first.known() == [1])
