@@ -20,7 +20,7 @@ import numpy.typing as npt
 from safetensors.numpy import save
 
 from peer.aggregation import average
-from peer.errors import RefusedError, StateError
+from peer.errors import RefusedError, StateError, UserError
 from peer.exchange import Exchange, Received, Shelf
 from peer.files import write_atomically
 from peer.learning.learner import Learner, Scores, Vector
@@ -196,7 +196,8 @@ class Rounds:
         since that one was started: what was finished before tells nothing, all may have been
         restarted at once. A peer that finds it begun first hears of the others, so that it chooses
         among the same peers as they do. A peer that has run before does not wait for ever: the
-        others may be gone for good.
+        others may be gone for good. Raises UserError at a new peer when they have finished and
+        gone.
         """
         loop = asyncio.get_running_loop()
         noted = started = loop.time()
@@ -211,6 +212,12 @@ class Rounds:
                 now >= begun and len(self.swarm.members()) + 1 >= self.plan.quorum
             ):
                 return
+            over = not living and any(member.status.done for member in self.swarm.members())
+            if over and not restarted:
+                raise UserError(
+                    f"the federation {self.plan.name} has finished: its peers are done and gone",
+                    "start it anew, every node with a new --state",
+                )
             if restarted and now >= started + 3 * self.plan.network.request_timeout:
                 log.warning("the others of this federation are not to be found; going on without")
                 return
