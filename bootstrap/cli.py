@@ -12,8 +12,10 @@ from bootstrap.server import BootstrapNode
 from bootstrap.view import live_table
 from peer.command import end_on_signal, run_command
 from peer.display import configure_logging
+from peer.learning.local_import import import_module
 from peer.network.address import BOOTSTRAP_PORT
 from peer.plan import Plan
+from peer.plan_check import check_plan
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -66,14 +68,24 @@ def bootstrap(
             envvar="PANMESH_BOOTSTRAP_EXIT_WHEN_DONE",
         ),
     ] = False,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import", help="Module with methods of your own; repeatable.", metavar="MODULE"
+        ),
+    ] = None,
     log: Annotated[
         LogForm, typer.Option(help="Form of the log lines.", envvar="PANMESH_BOOTSTRAP_LOG")
     ] = LogForm.TEXT,
 ) -> None:
     """Serve a plan to those who join, and tell them of each other."""
     configure_logging("json" if log is LogForm.JSON else "text")
+    for module in imports or []:
+        import_module(module, "--import")
+    served = Plan.load(plan)
+    check_plan(served)
     node = BootstrapNode(
-        Plan.load(plan),
+        served,
         listen=listen,
         state=state,
         reclaim_after=reclaim_after,

@@ -16,6 +16,7 @@ from peer.display import PeerView, configure_logging
 from peer.learning.local_import import import_module
 from peer.memory import return_freed_memory
 from peer.plan import Plan
+from peer.plan_check import check_plan
 from peer.rundir import MetricRow
 from peer.settings import PeerSettings, replica_states
 
@@ -95,6 +96,8 @@ def run(
     for module in settings.imports:
         import_module(module, "--import")
     configure_logging(settings.log)
+    if settings.plan is not None:
+        check_plan(Plan.load(settings.plan), data=settings.data)
     return_freed_memory()
     end_on_signal(_host(settings))
 

@@ -117,8 +117,7 @@ def run(
     ] = None,
 ) -> None:
     """Run a plan on this machine, and draw it."""
-    from peer.matching.base import MatcherSettings
-    from peer.matching.registry import CENTRAL, create_matcher
+    from peer.matching.registry import CENTRAL
     from simulations.report import write_report
     from simulations.runs import (
         Equipment,
@@ -136,7 +135,6 @@ def run(
     if backend is None and (in_laboratory or chosen.method in CENTRAL):
         backend = Backend.LABORATORY
     if backend in (None, Backend.PROCESSES):
-        create_matcher(chosen.method, MatcherSettings.from_plan(chosen, 0))  # one clear line now
         if in_laboratory:
             raise UserError(
                 "--exact, --data, --model, --import and --device are for the laboratory",

@@ -17,8 +17,10 @@ from pydantic import ValidationError
 
 from peer.display import FederationView
 from peer.errors import UserError
+from peer.learning.names import CUSTOM, OWN
 from peer.matching.registry import CENTRAL
 from peer.plan import CentralPlan, CflPlan, MatchingPlan, Plan, describe
+from peer.plan_check import check_plan
 from peer.rundir import (
     COMPARISON,
     PLAN,
@@ -79,8 +81,14 @@ def run_processes(plan: Plan, out: Path, *, peers: int | None = None) -> dict[st
     """Run `plan` by real processes with a live table; return the summary of the run in `out`.
 
     Logs and the state of every process stay in `out`/processes, those of a failed run too. Raises
-    FederationError when a process fails.
+    FederationError when a process fails, UserError before any starts when none could run the plan.
     """
+    check_plan(plan)
+    if plan.data == OWN or plan.model == CUSTOM:
+        raise UserError(
+            "the processes have neither data nor a model of their own",
+            "--data SPEC and --model MODULE:FUNCTION are for the laboratory",
+        )
     clear_run(out)
     timeout = START_SECONDS + ROUND_SECONDS * plan.rounds
     federation = Federation(plan, out / PROCESSES, peers=peers)
@@ -215,6 +223,7 @@ def run_population(
     An earlier run in `out` is replaced; a `maker` that is given stays open.
     The summary says in `bytes_moved` how much of models and evidence was carried, each byte once.
     """
+    check_plan(plan, central=True, data=None if maker is None else maker.equipment.data)
     clear_run(out)
     began = time.monotonic()
     own = PopulationMaker() if maker is None else nullcontext(maker)

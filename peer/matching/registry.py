@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from peer.errors import UserError
-from peer.matching.base import Matcher, MatcherSettings
+
+if TYPE_CHECKING:  # not otherwise: whether a method exists can be asked without numpy
+    from peer.matching.base import Matcher, MatcherSettings
 
 CENTRAL = ("fedavg", "ifca", "cfl")
 """Methods that a coordinator runs, not peers among themselves: they have no matcher."""
 
-_BUILT_IN = ("local", "uniform", "pens", "panm")
+_BUILT_IN = {
+    "local": "local",
+    "random": "uniform",
+    "fixed": "uniform",
+    "oracle": "uniform",
+    "pens": "pens",
+    "panm-grad": "panm",
+    "panm-loss": "panm",
+}
+"""The module of this package that registers each of its methods."""
+
 _methods: dict[str, Callable[[MatcherSettings], Matcher]] = {}
-_Class = TypeVar("_Class", bound=Callable[[MatcherSettings], Matcher])
+_Class = TypeVar("_Class", bound="Callable[[MatcherSettings], Matcher]")
 
 
 def method(name: str) -> Callable[[_Class], _Class]:
@@ -35,9 +47,24 @@ def method(name: str) -> Callable[[_Class], _Class]:
 
 def method_names() -> list[str]:
     """Return the names of all methods, sorted."""
-    for module in _BUILT_IN:
+    for module in sorted(set(_BUILT_IN.values())):
         importlib.import_module(f"peer.matching.{module}")
     return sorted(_methods)
+
+
+def check_method(name: str) -> None:
+    """Raise UserError unless peers among themselves can run the named method; imports none."""
+    if name in CENTRAL:
+        raise UserError(
+            f"the method {name} is central: peers cannot run it among themselves",
+            "it runs in the laboratory only: simulate run PLAN, simulate compare PLAN",
+        )
+    names = sorted({*_BUILT_IN, *_methods})
+    if name not in names:
+        raise UserError(
+            f"there is no method {name}",
+            f"choose one of {', '.join(names)}, or --import the module of your own",
+        )
 
 
 def create_matcher(name: str, settings: MatcherSettings) -> Matcher:
@@ -45,14 +72,9 @@ def create_matcher(name: str, settings: MatcherSettings) -> Matcher:
 
     Raises UserError when there is no such method or its numbers are out of range.
     """
-    if name in CENTRAL:
-        raise UserError(
-            f"the method {name} is central: peers cannot run it among themselves",
-            "it runs in the laboratory only: simulate run PLAN, simulate compare PLAN",
-        )
-    names = method_names()
-    if name not in names:
-        raise UserError(f"there is no method {name}", f"choose one of {', '.join(names)}")
+    check_method(name)
+    if name in _BUILT_IN:
+        importlib.import_module(f"peer.matching.{_BUILT_IN[name]}")
     _check(settings)
     return _methods[name](settings)
 

@@ -118,13 +118,18 @@ def test_environment_sets_what_flags_do_not(plan: Path) -> None:
         (["--plan", "PLAN", "--listen", "USED"], "cannot listen on"),
         (["--plan", "PLAN", "--listen", "127.0.0.1:0", "--state", "PLAN"], "cannot write to"),
         (["--plan", "PLAN", "--reclaim-after", "-1"], "--reclaim-after"),
+        (["--plan", "WRONG"], "there is no method panm-gard"),
+        (["--plan", "WRONG", "--import", "nomodule"], "cannot import 'nomodule'"),
         ([], "--plan"),
     ],
 )
 def test_mistakes_are_told_in_one_line(plan: Path, flags: list[str], message: str) -> None:
     with started("--plan", str(plan), *FREE) as other:
         used = address(other).removeprefix("tcp://")
-        given = [{"PLAN": str(plan), "USED": used}.get(flag, flag) for flag in flags]
+        wrong = plan.with_name("wrong.toml")
+        wrong.write_text('n = 2\nmethod = "panm-gard"\n')
+        names = {"PLAN": str(plan), "WRONG": str(wrong), "USED": used}
+        given = [names.get(flag, flag) for flag in flags]
         done = subprocess.run(
             [sys.executable, "-m", "bootstrap", *given],
             capture_output=True,
@@ -138,6 +143,9 @@ def test_mistakes_are_told_in_one_line(plan: Path, flags: list[str], message: st
 
 
 def test_torch_is_not_imported() -> None:
-    code = "import sys, bootstrap.cli; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    code = (
+        "import sys, bootstrap.cli as cli; cli.check_plan(cli.Plan(n=2)); "
+        "print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -21,6 +21,7 @@ from simulations.runs import (
     clear_run,
     compare,
     run_population,
+    run_processes,
 )
 
 PLAN = Plan.model_validate(
@@ -135,6 +136,25 @@ def test_processes_are_not_started_for_a_central_method(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: the method fedavg is central")
     assert not out.exists()
+
+
+@pytest.mark.parametrize("command", [["run"], ["compare"], ["run", "--backend", "laboratory"]])
+def test_nothing_starts_for_a_name_that_there_is_not(command: list[str], tmp_path: Path) -> None:
+    plan, out = tmp_path / "plan.toml", tmp_path / "run"
+    plan.write_text('n = 4\ndata = "digit"\n')
+    done = simulate(command[0], str(plan), *command[1:], "--out", str(out))
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: data: there is no data set 'digit'",
+        "hint: there are digits, fashion-mnist, mnist, cifar10, own",
+    ]
+    assert not out.exists()
+
+
+def test_processes_have_no_data_of_their_own(tmp_path: Path) -> None:
+    for own in ({"data": "own"}, {"model": "custom"}):
+        with pytest.raises(UserError, match="neither data nor a model"):
+            run_processes(changed(PLAN, own), tmp_path / "run")
 
 
 def test_a_coordinator_s_bytes_go_down_and_up(tmp_path: Path) -> None:

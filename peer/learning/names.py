@@ -1,0 +1,12 @@
+"""The models and data sets that a plan can name, to be read without importing any of them."""
+
+from __future__ import annotations
+
+MODELS = ("mlp", "lenet", "cnn", "sklearn-sgd", "sklearn-mlp")
+CUSTOM = "custom"
+"""The model of a plan whose peers name a factory themselves."""
+
+DATA_SETS = {"digits": 1297, "fashion-mnist": 60_000, "mnist": 60_000, "cifar10": 50_000}
+"""Numbers of training samples by name."""
+OWN = "own"
+"""The data of a plan whose peers name theirs themselves."""

@@ -1,0 +1,59 @@
+"""Whether a plan can be run by what is installed here, told before anything is started.
+
+It imports neither torch nor numpy, so that a bootstrap node can ask, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+from peer.errors import UserError
+from peer.learning.names import CUSTOM, DATA_SETS, MODELS, OWN
+from peer.matching.registry import CENTRAL, check_method
+from peer.plan import Plan
+
+log = logging.getLogger(__name__)
+
+
+def check_plan(plan: Plan, *, central: bool = False, data: str | None = None) -> None:
+    """Raise UserError when no peer could run `plan`: a name that there is not, or a contradiction.
+
+    `central`: whether methods of a coordinator can be run, too. `data`: what is dealt or used
+    instead of the plan's data, which then do not matter. Warns when peers must share samples.
+    """
+    if not (central and plan.method in CENTRAL):
+        check_method(plan.method)
+    l, k = plan.matching.l, plan.matching.k  # noqa: E741
+    # NSMC adds the last neighbours to its l candidates; PENS has the l alone to choose k of.
+    if plan.method == "pens" and k > l:
+        raise UserError(f"matching: pens cannot choose k = {k} of l = {l} candidates")
+    if plan.model not in (*MODELS, CUSTOM):
+        known = ", ".join((*MODELS, CUSTOM))
+        raise UserError(f"model: there is no built-in model {plan.model!r}", f"there are {known}")
+    if data is None and plan.data != OWN:
+        _check_data(plan)
+
+
+def _check_data(plan: Plan) -> None:
+    """Check the name of a data set that is dealt, and whether it can be dealt like that."""
+    if plan.data not in DATA_SETS:
+        known = ", ".join((*DATA_SETS, OWN))
+        raise UserError(f"data: there is no data set {plan.data!r}", f"there are {known}")
+    if plan.partition.kind == "natural":
+        raise UserError(
+            f"partition: natural needs data that name their groups, {plan.data} does not",
+            'set data = "own"; every peer gets --data csv:FILE#label=COLUMN&group=COLUMN',
+        )
+    taken, there_are = plan.n * (plan.partition.train_per_peer or 0), DATA_SETS[plan.data]
+    if taken > there_are:
+        _warn(
+            f"{plan.n} peers with train_per_peer = {plan.partition.train_per_peer} take {taken} "
+            f"samples of the {there_are} in {plan.data}: some are dealt to several peers"
+        )
+
+
+@cache
+def _warn(message: str) -> None:
+    """Log a warning once, for however many plans of a study it is true."""
+    log.warning(message)
