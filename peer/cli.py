@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from peer.command import end_on_signal, run_command
-from peer.display import PeerView, configure_logging
+from peer.display import PeerView, RoundLog, configure_logging
 from peer.learning.local_import import import_module
 from peer.memory import return_freed_memory
 from peer.plan import Plan
@@ -108,8 +108,8 @@ async def _host(settings: PeerSettings) -> None:
     if settings.log == "json":
         await host(settings, on_round=_log_round, traces=False)
         return
-    if settings.replicas > 1:
-        await host(settings, traces=False)
+    if settings.replicas > 1 or not sys.stdout.isatty():
+        await host(settings, on_round=RoundLog().update, traces=False)
         return
     with PeerView() as view:
         await host(settings, on_round=view.update, traces=False)

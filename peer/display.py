@@ -1,7 +1,7 @@
 """What a person sees of a running peer or federation: log lines, one live line, or a live table.
 
-Live views are for terminals only; elsewhere they print plain lines at the start and the end, so
-that the output of a service or a test stays readable. Rich is imported when a live view is made.
+Live views are for terminals only; elsewhere there are a few plain lines, so that the output of a
+service or a test stays readable. Rich is imported when a live view is made.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -24,7 +25,14 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+log = logging.getLogger(__name__)
+
 LogFormat = Literal["text", "json"]
+
+LINE_SECONDS = 10.0
+"""Seconds after which a peer without a live view has something to tell of its rounds again."""
+LINES = 10
+"""Lines about its rounds that a peer tells at least, if it runs as many."""
 
 CLUSTER_COLOURS = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C6D00", "#5A5A5A",
@@ -129,12 +137,12 @@ class _LiveView:
         return self._live is not None
 
     def first_line(self) -> str:
-        """Return what to print at the start when there is no terminal."""
-        raise NotImplementedError
+        """Return what to print at the start when there is no terminal; nothing if empty."""
+        return ""
 
     def last_line(self) -> str:
-        """Return what to print at the end when there is no terminal."""
-        raise NotImplementedError
+        """Return what to print at the end when there is no terminal; nothing if empty."""
+        return ""
 
     def __enter__(self) -> Self:
         if self._stream.isatty():
@@ -144,8 +152,8 @@ class _LiveView:
             console = Console(file=self._stream)
             self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
             self._live.start()
-        else:
-            print(self.first_line(), file=self._stream, flush=True)
+        elif line := self.first_line():
+            print(line, file=self._stream, flush=True)
         return self
 
     def __exit__(
@@ -156,11 +164,46 @@ class _LiveView:
     ) -> None:
         if self._live is not None:
             self._live.stop()
-        elif error is None:
-            print(self.last_line(), file=self._stream, flush=True)
+        elif error is None and (line := self.last_line()):
+            print(line, file=self._stream, flush=True)
 
     def _render(self) -> Table | Text:
         raise NotImplementedError
+
+
+def round_line(plan: Plan, row: MetricRow) -> str:
+    """Return a line about a finished round of one peer."""
+    parts = [f"{plan.name} ({plan.method}, {plan.data})", f"peer {row.index}"]
+    parts.append(f"round {row.t}/{plan.rounds}")
+    parts.append(f"accuracy {percent(row.accuracy)}")
+    if row.bag_size is not None:
+        parts.append(f"bag {row.bag_size}")
+    if row.precision is not None:
+        parts.append(f"precision {ratio(row.precision)}")
+    parts.append(f"sent {human_bytes(row.wire_sent)}")
+    parts.append(f"received {human_bytes(row.wire_received)}")
+    return "  ".join(parts)
+
+
+class RoundLog:
+    """Logs some of the finished rounds of a process's peers, so that one sees that they train.
+
+    A peer's last round, every tenth of the plan's rounds, and any that ends `LINE_SECONDS` or more
+    after what was told of the peer before.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._told: dict[int, float] = {}
+
+    def update(self, plan: Plan, row: MetricRow) -> None:
+        """Log a finished round, or keep still."""
+        now, told = self._clock(), self._told.get(row.index, self._began)
+        due = row.t % max(1, plan.rounds // LINES) == 0 or row.t >= plan.rounds
+        if due or now - told >= LINE_SECONDS:
+            self._told[row.index] = now
+            log.info(round_line(plan, row))
 
 
 class PeerView(_LiveView):
@@ -174,31 +217,12 @@ class PeerView(_LiveView):
         """Show a finished round."""
         self._latest = plan, row
 
-    def first_line(self) -> str:
-        return self._line()
-
-    def last_line(self) -> str:
-        return self._line()
-
-    def _line(self) -> str:
-        if self._latest is None:
-            return "joining"
-        plan, row = self._latest
-        parts = [f"{plan.name} ({plan.method}, {plan.data})", f"peer {row.index}"]
-        parts.append(f"round {row.t}/{plan.rounds}")
-        parts.append(f"accuracy {percent(row.accuracy)}")
-        if row.bag_size is not None:
-            parts.append(f"bag {row.bag_size}")
-        if row.precision is not None:
-            parts.append(f"precision {ratio(row.precision)}")
-        parts.append(f"sent {human_bytes(row.wire_sent)}")
-        parts.append(f"received {human_bytes(row.wire_received)}")
-        return "  ".join(parts)
-
     def _render(self) -> Text:
         from rich.text import Text
 
-        return Text(self._line(), no_wrap=True, overflow="ellipsis")
+        # Nothing until then: what the peer waits for is in the log.
+        line = round_line(*self._latest) if self._latest else ""
+        return Text(line, no_wrap=True, overflow="ellipsis")
 
 
 class FederationView(_LiveView):

@@ -102,6 +102,8 @@ class Peer:
                     self._on_listening(transport.control)
                 plan, index = await self._enrol(transport, identity, checkpoint)
                 _check_checkpoint(checkpoint, plan, index, settings.state)
+                if checkpoint is not None and checkpoint.t >= plan.rounds:
+                    log.info("already finished: round %d of %d", checkpoint.t, plan.rounds)
                 state.keep_identity(
                     identity.model_copy(update={"index": index, "ports": transport.ports})
                 )

@@ -128,6 +128,21 @@ def test_a_damaged_state_directory_is_no_fresh_start(done: Path, tmp_path: Path)
     assert "identity.json is damaged" in mistake(*flags)
 
 
+def test_a_service_tells_that_it_trains_and_that_it_has_finished(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    quick = small(n=2, rounds=2, method="random", matching={}, partition={})
+    plan.write_text(quick.to_toml())
+    flags = ("--plan", str(plan), "--index", "0", "--replicas", "2", "--state", str(tmp_path / "s"))
+    first = command(*flags)
+    assert first.returncode == 0, first.stderr
+    for line in ("peer 0  round 1/2", "peer 1  round 2/2"):
+        assert line in first.stderr
+    assert "precision" not in first.stderr
+    again = command(*flags)
+    assert again.stderr.count("already finished: round 2 of 2") == 2
+    assert "joining" not in first.stdout + again.stdout
+
+
 def joining(waiting: Worker, plan: Plan, folder: Path, index: int, *flags: str) -> tuple[str, ...]:
     file = folder / "plan.toml"
     file.write_text(plan.to_toml())

@@ -6,11 +6,19 @@ import asyncio
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
-from peer.display import FederationView, PeerView, configure_logging, human_bytes, log_fields
+from peer.display import (
+    FederationView,
+    PeerView,
+    RoundLog,
+    configure_logging,
+    human_bytes,
+    log_fields,
+    round_line,
+)
 from peer.plan import Plan
 from peer.rundir import MetricRow
 
@@ -94,15 +102,36 @@ def test_bytes_are_written_for_people(count: float, text: str) -> None:
     assert human_bytes(count) == text
 
 
-def test_a_peer_without_a_terminal_prints_its_start_and_end() -> None:
-    stream = io.StringIO()
+def test_a_peer_on_a_terminal_is_one_line() -> None:
+    stream = Terminal()
     with PeerView(stream=stream) as view:
         view.update(PLAN, ROW)
-        between = stream.getvalue()
-    last = stream.getvalue().removeprefix(between)
-    assert between.count("\n") == last.count("\n") == 1
     for part in ("peer 1", "round 2/3", "81.2 %", "bag 3", "precision 1.00", "1.2 kB", "56 MB"):
-        assert part in last
+        assert part in round_line(PLAN, ROW)
+    assert "peer 1  round 2/3" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("rounds", "seconds", "told"),
+    [
+        (3, 0.1, [1, 2, 3]),
+        (25, 0.1, [*range(2, 25, 2), 25]),
+        (1000, 1.0, range(10, 1001, 10)),
+        (100, 12.0, range(1, 101)),
+    ],
+)
+def test_a_service_tells_of_some_rounds(
+    rounds: int, seconds: float, told: Sequence[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = Plan(n=2, rounds=rounds)
+    now = 0.0
+    rounds_log = RoundLog(clock=lambda: now)
+    with caplog.at_level(logging.INFO):
+        for t in range(1, rounds + 1):
+            now = t * seconds
+            rounds_log.update(plan, ROW.model_copy(update={"t": t}))
+    found = [int(line.partition("round ")[2].partition("/")[0]) for line in caplog.messages]
+    assert found == list(told)
 
 
 def test_a_federation_without_a_terminal_prints_its_start_and_end() -> None:
