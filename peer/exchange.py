@@ -310,8 +310,9 @@ class Exchange:
                 raise ProtocolError(f"a model of {reply.model_bytes} bytes, not {expected[0]}")
             if not newest:
                 self._check_round(reply.round, t)
+            vectors = 1 + gradient
             whole = decode_vector(
-                chunks, sum(expected) // width, network.precision, network.norm_limit * 2
+                chunks, sum(expected) // width, network.precision, network.norm_limit * vectors
             )
             model, g = whole[: self._initial.size], whole[self._initial.size :]
             # In other modes the peer may have published a newer snapshot since it was probed.
