@@ -113,6 +113,12 @@ class Equipment:
     data: str | None = None
     model: str | None = None
 
+    def check(self, plan: Plan) -> None:
+        """Raise UserError when `plan` cannot be run with it, before anything is."""
+        check_plan(plan, central=True, data=self.data)
+        if plan.data == OWN and self.data is None:
+            raise UserError("the plan wants each peer's own data", "name some to deal: --data SPEC")
+
     @property
     def label(self) -> str:
         """What tells results apart that other equipment computed; empty for the usual one."""
@@ -223,10 +229,10 @@ def run_population(
     An earlier run in `out` is replaced; a `maker` that is given stays open.
     The summary says in `bytes_moved` how much of models and evidence was carried, each byte once.
     """
-    check_plan(plan, central=True, data=None if maker is None else maker.equipment.data)
+    own = PopulationMaker() if maker is None else nullcontext(maker)
+    (Equipment() if maker is None else maker.equipment).check(plan)
     clear_run(out)
     began = time.monotonic()
-    own = PopulationMaker() if maker is None else nullcontext(maker)
     with own as making, RunWriter(out, plan) as writer:
         last: list[MetricRow] = []
         population = making.make(plan)

@@ -29,7 +29,6 @@ from rich.progress import (
 from peer.errors import UserError
 from peer.matching.registry import CENTRAL, method_names
 from peer.plan import CentralPlan, CflPlan, MatchingPlan, Plan
-from peer.plan_check import check_plan
 from peer.rundir import SUMMARY, final_rows, read_json, read_metrics, read_plan
 from simulations.runs import Equipment, PopulationMaker, changed, run_population
 
@@ -209,7 +208,7 @@ def run_study(
     where = {cell.plan.digest: cell.plan for cell in study.cells}
     where |= {plan.digest: plan for plan in map(_baseline, study.cells)}
     for plan in where.values():
-        check_plan(plan, central=True, data=equipment.data)
+        equipment.check(plan)
     pending = [
         plan for plan in where.values() if not _finished(cell_folder(out, plan, equipment), plan)
     ]

@@ -151,6 +151,12 @@ def test_nothing_starts_for_a_name_that_there_is_not(command: list[str], tmp_pat
     assert not out.exists()
 
 
+def test_the_laboratory_needs_data_to_deal(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="each peer's own data"):
+        run_population(changed(PLAN, {"data": "own"}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_processes_have_no_data_of_their_own(tmp_path: Path) -> None:
     for own in ({"data": "own"}, {"model": "custom"}):
         with pytest.raises(UserError, match="neither data nor a model"):
