@@ -9,9 +9,11 @@ from typing import Annotated
 import typer
 
 from bootstrap.server import BootstrapNode
+from bootstrap.tree_cli import theory, tree
 from bootstrap.view import live_table
 from peer.command import end_on_signal, run_command
 from peer.display import configure_logging
+from peer.errors import UserError
 from peer.learning.local_import import import_module
 from peer.network.address import BOOTSTRAP_PORT
 from peer.plan import Plan
@@ -32,12 +34,13 @@ def main() -> None:
     run_command(app)
 
 
-@app.command()
+@app.callback(invoke_without_command=True)
 def bootstrap(
+    context: typer.Context,
     *,
     plan: Annotated[
-        Path, typer.Option(help="Plan file to serve.", envvar="PANMESH_BOOTSTRAP_PLAN")
-    ],
+        Path | None, typer.Option(help="Plan file to serve.", envvar="PANMESH_BOOTSTRAP_PLAN")
+    ] = None,
     listen: Annotated[
         str,
         typer.Option(
@@ -79,6 +82,12 @@ def bootstrap(
     ] = LogForm.TEXT,
 ) -> None:
     """Serve a plan to those who join, and tell them of each other."""
+    if context.invoked_subcommand is not None:
+        return
+    if plan is None:
+        raise UserError(
+            "there is no plan to serve", "give --plan FILE; docs/plans.md explains them"
+        )
     configure_logging("json" if log is LogForm.JSON else "text")
     for module in imports or []:
         import_module(module, "--import")
@@ -92,6 +101,10 @@ def bootstrap(
         exit_when_done=exit_when_done,
     )
     end_on_signal(_serve(node))
+
+
+app.command()(tree)
+app.command()(theory)
 
 
 async def _serve(node: BootstrapNode) -> None:

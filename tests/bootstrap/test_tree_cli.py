@@ -6,19 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
 from typer.testing import CliRunner
 
+from bootstrap.cli import app
 from bootstrap.coordination.tree import ParameterTree
 from bootstrap.coordination.tree_picture import tree_figure
 from bootstrap.coordination.tree_store import INDEX, TREE, TreeStore, read_index
-from bootstrap.tree_cli import theory, tree
 from peer.errors import StateError, UserError
 from peer.plan import Plan
 
-app = typer.Typer()
-app.command()(tree)
-app.command()(theory)
 PLAN = Plan.model_validate(
     {"n": 12, "method": "fedavg", "partition": {"kind": "rotation", "clusters": 4}}
 )
