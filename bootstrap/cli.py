@@ -85,9 +85,7 @@ def bootstrap(
     if context.invoked_subcommand is not None:
         return
     if plan is None:
-        raise UserError(
-            "there is no plan to serve", "give --plan FILE; docs/plans.md explains them"
-        )
+        raise UserError("there is no plan to serve", "give --plan FILE, see docs/plans.md")
     configure_logging("json" if log is LogForm.JSON else "text")
     for module in imports or []:
         import_module(module, "--import")

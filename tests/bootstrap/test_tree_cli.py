@@ -12,6 +12,7 @@ from bootstrap.cli import app
 from bootstrap.coordination.tree import ParameterTree
 from bootstrap.coordination.tree_picture import tree_figure
 from bootstrap.coordination.tree_store import INDEX, TREE, TreeStore, read_index
+from bootstrap.tree_cli import theory, tree
 from peer.errors import StateError, UserError
 from peer.plan import Plan
 
