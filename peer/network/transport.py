@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import math
 import socket as sockets
 from collections import Counter, OrderedDict
@@ -317,7 +318,7 @@ class Transport:
             try:
                 router.bind(f"tcp://{host}:{place}")
             except zmq.ZMQError as error:
-                failure = f"{host}:{place}: {error.strerror}"
+                failure = f"{host}:{place}: {os.strerror(error.errno).lower()}"
             else:
                 return
         raise UserError(
