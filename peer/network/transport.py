@@ -24,8 +24,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import math
+import os
 import socket as sockets
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -318,7 +318,7 @@ class Transport:
             try:
                 router.bind(f"tcp://{host}:{place}")
             except zmq.ZMQError as error:
-                failure = f"{host}:{place}: {os.strerror(error.errno).lower()}"
+                failure = f"{host}:{place}: {os.strerror(error.errno or 0).lower()}"
             else:
                 return
         raise UserError(
