@@ -117,7 +117,11 @@ def run(
     ] = None,
 ) -> None:
     """Run a plan on this machine, and draw it."""
+    from rich.console import Console
+
     from peer.matching.registry import CENTRAL
+    from peer.rundir import SUMMARY
+    from simulations.demo import comparison_table
     from simulations.report import write_report
     from simulations.runs import (
         Equipment,
@@ -132,9 +136,10 @@ def run(
     chosen = changed(Plan.load(plan), changes)
     target = out or Path("runs") / f"{chosen.name}-{chosen.method}"
     in_laboratory = bool(exact or data or model or modules) or device is not Device.CPU
-    if backend is None and (in_laboratory or chosen.method in CENTRAL):
-        backend = Backend.LABORATORY
-    if backend in (None, Backend.PROCESSES):
+    if backend is None:
+        central = in_laboratory or chosen.method in CENTRAL
+        backend = Backend.LABORATORY if central else Backend.PROCESSES
+    if backend is Backend.PROCESSES:
         if in_laboratory:
             raise UserError(
                 "--exact, --data, --model, --import and --device are for the laboratory",
@@ -146,7 +151,8 @@ def run(
         equipment = Equipment(reference, exact, device.value, data, model)
         with PopulationMaker(equipment) as maker:
             summary = run_population(chosen, target, maker=maker)
-    print(json.dumps(summary, indent=2))
+    Console(highlight=False).print(comparison_table([(backend.value, summary)]))
+    print(f"Summary:  {target / SUMMARY}")
     print(f"Pictures: {write_report(target)[0].parent}/")
 
 
