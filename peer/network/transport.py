@@ -103,14 +103,13 @@ class _Pending:
 @dataclass(eq=False)
 class _Link:
     """The connection to one address: when anything was last heard on it, and when it was last
-    used. A retired one is closed as soon as nobody waits on it."""
+    used."""
 
     address: str
     socket: zmq.asyncio.Socket
     used: float
     heard: float = -math.inf
     pending: dict[int, _Pending] = field(default_factory=dict)
-    retired: bool = False
 
     def most_frames(self) -> int:
         """Return how many frames a reply can have, given what was asked for."""
@@ -171,6 +170,8 @@ class Transport:
         self._sender = self._plan = ""
         self._ids = itertools.cycle(range(2**32))
         self._links: OrderedDict[str, _Link] = OrderedDict()
+        self._retired: set[_Link] = set()
+        """Connections that are used no more, and are closed as soon as nobody waits on them."""
         self._open: set[zmq.asyncio.Socket] = set()
         self._running: set[asyncio.Task[None]] = set()
         self._answering = 0
@@ -202,7 +203,7 @@ class Transport:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for link in self._links.values():
+        for link in [*self._links.values(), *self._retired]:
             link.fail(UnreachableError("the transport is closed"))
         for task in self._running:
             task.cancel()
@@ -254,18 +255,18 @@ class Transport:
         finally:
             if link is not None:
                 link.pending.pop(number, None)
-                if link.retired:
+                if link in self._retired:
                     self._retire(link)
         if isinstance(reply, Refused):
             raise RefusedError(reply.reason, reply.detail)
         return reply, chunks
 
     def forget(self, address: str) -> None:
-        """Close the connection to `address`, if there is one; requests on it become unreachable."""
-        link = self._links.get(address)
-        if link is not None:
-            link.fail(UnreachableError(f"{address} was given up"))
-            self._retire(link)
+        """Close the connections to `address`; requests on them become unreachable."""
+        for link in [*self._links.values(), *self._retired]:
+            if link.address == address:
+                link.fail(UnreachableError(f"{address} was given up"))
+                self._retire(link)
 
     def blame(self, fault: Fault, culprit: object, detail: str) -> None:
         """Count a fault, and log it unless something of the same culprit was logged before."""
@@ -487,8 +488,10 @@ class Transport:
         """Use `link` no more, and close it once nobody waits on it."""
         if self._links.get(link.address) is link:
             del self._links[link.address]
-        link.retired = True
-        if not link.pending:
+        if link.pending:
+            self._retired.add(link)
+        else:
+            self._retired.discard(link)
             self._close(link.socket)
 
     async def _close_idle(self) -> None:

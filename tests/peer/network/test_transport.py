@@ -358,6 +358,25 @@ async def test_forgetting_an_address_ends_its_requests() -> None:
         await client.request(server.control, PING, timeout=5)
 
 
+async def test_forgetting_an_address_ends_requests_on_what_was_its_connection() -> None:
+    """A ping that fails retires a connection on which others still wait."""
+
+    async def silent(_: Request) -> tuple[Reply, Sequence[Buffer]]:
+        await asyncio.sleep(30)
+        raise AssertionError
+
+    async with pair(silent) as (server, client):
+        task = asyncio.create_task(
+            client.request(server.control, Await(round=1, wait=30), timeout=60)
+        )
+        with pytest.raises(UnreachableError, match="within"):
+            await client.request(server.control, PING, timeout=0.2)
+        assert not task.done()
+        client.forget(server.control)
+        with pytest.raises(UnreachableError, match="given up"):
+            await asyncio.wait_for(task, 1)
+
+
 async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "IDLE_LINK", 0.2)
     async with pair() as (server, client):
