@@ -42,7 +42,7 @@ FASHION = Plan.model_validate(
 
 
 def test_killed_at_twenty_moments_it_resumes(federation: Start) -> None:
-    plan = small(n=3, rounds=1500)
+    plan = small(n=3, rounds=1000)
     run = federation(plan)
     victim = run.peers[1]
     run.wait_for((victim.directory / "identity.json").exists, 30)
