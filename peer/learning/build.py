@@ -102,13 +102,9 @@ def _learner(
 
     import torch
 
-    from peer.learning import models
+    from peer.learning.models import build_model
     from peer.learning.torch_learner import TorchLearner
 
     torch.set_num_threads(threads)
-    if card.factory is None:
-        module = models.build_model(card.model, card.shape, card.classes, card.seed)
-    else:
-        factory = models.load_factory(card.factory)
-        module = models.instantiate(factory, card.shape, card.classes, card.seed)
+    module = build_model(card.model, card.shape, card.classes, card.seed, factory=card.factory)
     return TorchLearner(module, data, plan, index, device=device)

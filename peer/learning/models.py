@@ -64,11 +64,16 @@ MODELS: dict[str, Factory] = {"mlp": mlp, "lenet": lenet, "cnn": cnn}
 """The built-in models by their name in a plan."""
 
 
-def build_model(name: str, shape: Shape, classes: int, seed: int) -> nn.Module:
-    """Return the built-in model `name` with w_0 of `seed`, the same at every peer.
+def build_model(
+    name: str, shape: Shape, classes: int, seed: int, *, factory: str | None = None
+) -> nn.Module:
+    """Return the model of a plan with w_0 of `seed`, the same at every peer.
 
-    Raises UserError when there is no such model, or inputs of `shape` do not fit it.
+    It is the built-in `name`, or what a person's own `factory`, an import path, makes. Raises
+    UserError when there is no such model, or inputs of `shape` do not fit it.
     """
+    if factory is not None:
+        return instantiate(load_factory(factory), shape, classes, seed)
     if name not in MODELS:
         raise UserError(f"there is no built-in model {name!r}", f"built in are {', '.join(MODELS)}")
     return instantiate(MODELS[name], shape, classes, seed)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from peer.errors import UserError
 from peer.learning import estimator_learner
 from peer.learning.learner import Learner, Manifest, Scores, Vector
-from peer.learning.models import build_model, instantiate, load_factory
+from peer.learning.models import build_model
 from peer.learning.schedule import loss_sample
 from peer.learning.torch_learner import TorchLearner
 from peer.matching.sketch import CountSketch
@@ -89,13 +89,6 @@ class Mixture(NamedTuple):
     columns: Rows
     weights: Vector
     own: Vector
-
-
-def build(plan: Plan, model: str | None, shape: tuple[int, ...], classes: int) -> nn.Module:
-    """Return the plan's module with w_0. Raises UserError."""
-    if model is None:
-        return build_model(plan.model, shape, classes, plan.seed)
-    return instantiate(load_factory(model), shape, classes, plan.seed)
 
 
 class Worker:
@@ -315,7 +308,8 @@ class Worker:
 
     def _module(self) -> nn.Module:
         job = self._job
-        module = build(self._plan, job.model, job.shape, job.classes)
+        plan = self._plan
+        module = build_model(plan.model, job.shape, job.classes, plan.seed, factory=job.model)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             module.eval()(torch.zeros(2, *job.shape))  # creates what lazy layers lack
         return module

@@ -25,13 +25,14 @@ import psutil
 from peer.errors import FederationError, UserError
 from peer.learning import estimator_learner
 from peer.learning.learner import Manifest, Scores, Vector
+from peer.learning.models import build_model
 from peer.learning.partition import deal
 from peer.learning.sources import Dataset, load_dataset
 from peer.learning.torch_learner import TorchLearner
 from peer.plan import Plan
 from simulations.engine.layers import Stack
 from simulations.engine.shares import Arena, Array, Shares, lay_out
-from simulations.engine.worker import Job, Mixture, Pairs, Worker, build, stackable
+from simulations.engine.worker import Job, Mixture, Pairs, Worker, stackable
 
 _ENVIRONMENT = {
     # Threads of several processes that share the cores slow each other down tenfold.
@@ -377,7 +378,7 @@ def _describe(
             raise UserError(f"the model {plan.model} runs on the cpu only, not on {device}")
         learner = estimator_learner.EstimatorLearner(plan.model, data, plan, 0)
         return learner.manifest, learner.initial(), None
-    module = build(plan, model, dataset.shape, dataset.classes)
+    module = build_model(plan.model, dataset.shape, dataset.classes, plan.seed, factory=model)
     torch_learner = TorchLearner(module, data, plan, 0, device=device)
     stack = stackable(module, torch_learner.manifest, dataset.shape)
     return torch_learner.manifest, torch_learner.initial(), stack
