@@ -46,3 +46,13 @@ def average(
             total += share * model[block].astype(np.float64)
         mean[block] = total / shares.sum()
     return mean
+
+
+def with_own_statistics(mixed: Vector, own: Vector, trainable: int) -> Vector:
+    """Return `mixed` [e] with all behind its first `trainable` values as it is in `own` [e].
+
+    What training does not change by its steps, BatchNorm's running statistics, describes a peer's
+    own data. M. Andreux, J. Ogier du Terrail, C. Beguier, E. W. Tramel, "Siloed federated learning
+    for multi-centric histopathology datasets", 2020 (SiloBN).
+    """
+    return np.concatenate([mixed[:trainable], own[trainable:]])

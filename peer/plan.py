@@ -188,6 +188,11 @@ class TrainingPlan(_Table):
     lr_decay: float = Field(default=0.99, gt=0, le=1, description="factor a round")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum")
     weight_decay: float = Field(default=0.0, ge=0, description="L2 penalty")
+    statistics: Literal["average", "local"] = Field(
+        default="average",
+        description="running statistics (of BatchNorm): averaged with the neighbours' as weights "
+        "are, or each peer's own",
+    )
 
 
 class NetworkPlan(_Table):

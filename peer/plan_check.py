@@ -24,6 +24,12 @@ def check_plan(plan: Plan, *, central: bool = False, data: str | None = None) ->
     """
     if not (central and plan.method in CENTRAL):
         check_method(plan.method)
+    if plan.method in CENTRAL and plan.training.statistics == "local":
+        raise UserError(
+            f"training.statistics: {plan.method} has one model for all of a cluster, and averages "
+            "all of it",
+            'local is for peers among themselves; set "average"',
+        )
     l, k = plan.matching.l, plan.matching.k  # noqa: E741
     # NSMC adds the last neighbours to its l candidates; PENS has the l alone to choose k of.
     if plan.method == "pens" and k > l:

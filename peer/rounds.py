@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save
 
-from peer.aggregation import average
+from peer.aggregation import average, with_own_statistics
 from peer.errors import RefusedError, StateError, UserError
 from peer.exchange import Exchange, Received, Shelf
 from peer.files import write_atomically
@@ -315,6 +315,8 @@ class Rounds:
             [models[index].model for index in used],
             self._weights([models[index] for index in used]),
         )
+        if self.plan.training.statistics == "local":
+            self._model = with_own_statistics(self._model, trained, self._trainable)
         clock.lap("aggregate")
         self._scores = await self._in_worker(self.learner.evaluate, self._model)
         clock.lap("evaluate")

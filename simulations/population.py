@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from peer.aggregation import average
+from peer.aggregation import average, with_own_statistics
 from peer.errors import ProtocolError
 from peer.learning.learner import Learner, Vector
 from peer.matching.base import Evidence, MatcherSettings
@@ -154,7 +154,10 @@ class Population:
         if self.plan.matching.weighting == "samples":
             weights = [self.learners[j].samples for j in (i, *neighbours)]
         others = [model for j in neighbours if (model := snapshots.model(j)) is not None]
-        return average(own, others, weights)
+        mixed = average(own, others, weights)
+        if self.plan.training.statistics == "local":
+            mixed = with_own_statistics(mixed, own, self.manifest.trainable)
+        return mixed
 
     def _row(self, i: int, neighbours: list[int], payload: int, *, evaluate: bool) -> Row:
         clusters = [self.plan.cluster_of(j) for j in range(self.plan.n)]

@@ -65,7 +65,6 @@ class Job:
     scale: float
     model: str | None
     stacked: bool
-    average_statistics: bool
     manifest: Manifest
     device: str
     layout: dict[str, Field]
@@ -236,7 +235,7 @@ class Worker:
     def mix(self, mixture: Mixture) -> None:
         """w_i^t of all peers, in the worker's columns: own models as they are, others' by wire."""
         n, (start, stop) = self._plan.n, self._job.columns
-        if not self._job.average_statistics:
+        if self._plan.training.statistics == "local":
             kept = slice(max(start, self._job.manifest.trainable), stop)
             self._models[:, kept] = self._trained[:, kept]
             stop = min(stop, self._job.manifest.trainable)

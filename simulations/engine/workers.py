@@ -63,18 +63,13 @@ class Engine:
         workers: int | None = None,
         exact: bool = False,
         device: str = "cpu",
-        average_statistics: bool = True,
     ) -> None:
         """Load and deal the data, and start the workers.
 
         `data` and `model` are a spec and an import path instead of the plan's. `workers`: how many
         processes; one a core if not given; 0 for this process, which a GPU needs. `exact`: train
-        one peer at a time as a device does, bit by bit. `average_statistics`: mix what is not
-        trained (BatchNorm's running statistics) like weights, as live peers do, or leave each peer
-        its own. Raises UserError.
+        one peer at a time as a device does, bit by bit. Raises UserError.
         """
-        if exact and not average_statistics:
-            raise UserError("live peers average all of a model, so an exact engine must")
         self.plan = plan
         dataset = load_dataset(data or plan.data, seed=plan.seed, classes=plan.classes)
         shares = Shares.deal(dataset, plan)
@@ -107,7 +102,6 @@ class Engine:
         jobs = [
             Job(
                 plan, dataset.shape, dataset.classes, dataset.scale, model, self.stacked,
-                average_statistics,
                 self.manifest, device, self._arena.layout, own, part,
             )
             for own, part in zip(peers, columns, strict=True)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from peer.aggregation import average
+from peer.aggregation import average, with_own_statistics
 
 
 def vector(*values: float) -> np.ndarray:
@@ -45,6 +45,12 @@ def test_equal_weights_are_no_weights_and_inputs_stay(models: np.ndarray) -> Non
 def test_bad_weights(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="not the weights"):
         average(vector(1), [vector(2)], weights)
+
+
+def test_ones_own_statistics_stay() -> None:
+    own, mixed = vector(1, 2, 3, 4, 5), vector(6, 7, 8, 9, 10)
+    assert with_own_statistics(mixed, own, 3).tolist() == [6, 7, 8, 4, 5]
+    assert (own.tolist(), mixed.tolist()) == ([1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
 
 
 def test_sizes_must_agree() -> None:

@@ -54,6 +54,14 @@ def test_a_laboratory_can_run_more() -> None:
     check_plan(Plan(n=4, data="blobs"), data="blobs:make")
 
 
+@pytest.mark.parametrize("method", registry.CENTRAL)
+def test_a_coordinator_keeps_nobodys_statistics_apart(method: str) -> None:
+    plan = Plan.model_validate({"n": 4, "method": method, "training": {"statistics": "local"}})
+    with pytest.raises(UserError, match=f"training.statistics: {method} has one model"):
+        check_plan(plan, central=True)
+    check_plan(plan.model_copy(update={"method": "random"}))
+
+
 def test_shares_that_overlap_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     for n in (10, 13, 13):
         with caplog.at_level(logging.WARNING):

@@ -149,9 +149,9 @@ def test_uneven_data_dropout_and_batch_norm(name: str, monkeypatch: pytest.Monke
 
 
 def test_running_statistics_may_stay_local() -> None:
-    plan = make_plan(n=3, model="custom", training={"epochs": 1})
+    plan = make_plan(n=3, model="custom", training={"epochs": 1, "statistics": "local"})
     path = f"{__name__}:norm_factory"
-    with Engine(plan, model=path, workers=HERE, average_statistics=False) as engine:
+    with Engine(plan, model=path, workers=HERE) as engine:
         engine.train(1)
         engine.mix([[1, 2], [], [1]], [1.0] * 3)
         trained, e = engine.manifest.trainable, engine.manifest.size
@@ -159,8 +159,6 @@ def test_running_statistics_may_stay_local() -> None:
         assert np.array_equal(engine.models[:, trained:], engine.trained[:, trained:])
         mean = engine.trained[:, :trained].mean(axis=0)
         np.testing.assert_allclose(engine.models[0, :trained], mean, atol=1e-6)
-    with pytest.raises(UserError, match="average all"):
-        Engine(plan, model=path, exact=True, average_statistics=False)
 
 
 def test_another_model_takes_the_devices_path(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 from peer import Plan, run
 from peer.rundir import final_rows, read_metrics, read_topology
-from simulations.population import Population
+from simulations.engine.laboratory import Laboratory
+from simulations.population import Population, make_learners
 
 
 def eight(method: str, **matching: Any) -> Plan:
@@ -31,9 +33,16 @@ def eight(method: str, **matching: Any) -> Plan:
     )
 
 
-def check(plan: Plan, state: Path) -> None:
-    results = run(plan, state=state)
-    population = Population(plan, plan.method)
+def norm_factory(_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """A model with running statistics."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, classes)
+    )
+
+
+def check(plan: Plan, state: Path, model: str | None = None) -> Population:
+    results = run(plan, state=state, model=model)
+    population = Population(plan, plan.method, learners=make_learners(plan, model=model))
     simulated = [row for rows in population.run() for row in rows]
     for result in results:
         own = [row for row in simulated if row["index"] == result.index]
@@ -44,6 +53,27 @@ def check(plan: Plan, state: Path) -> None:
         assert [row.accuracy for row in metrics] == [row["accuracy"] for row in own]
         assert final_rows(metrics)[0].payload_received == sum(r["payload_received"] for r in own)
         np.testing.assert_array_equal(result.model, population.models[result.index])
+    return population
+
+
+@pytest.mark.parametrize("statistics", ["average", "local"])
+def test_running_statistics_are_averaged_or_stay_everywhere(
+    tmp_path: Path, statistics: str
+) -> None:
+    plan = eight("panm-loss").model_copy(update={"model": "custom", "rounds": 3})
+    training = plan.training.model_copy(update={"statistics": statistics})
+    plan = plan.model_copy(update={"training": training})
+    model = f"{__name__}:norm_factory"
+    population = check(plan, tmp_path, model)
+    trainable = population.manifest.trainable
+    with Laboratory(plan, plan.method, model=model, exact=True, workers=0) as exact:
+        list(exact.run())
+        np.testing.assert_array_equal(exact.models, np.stack(population.models))
+    with Laboratory(plan, plan.method, model=model, workers=0) as stacked:
+        list(stacked.run())
+        np.testing.assert_allclose(stacked.models, exact.models, rtol=0, atol=1e-3)
+        alike = stacked.engine.trained[:, trainable:] == stacked.models[:, trainable:]
+        assert alike.all() == (statistics == "local")
 
 
 @pytest.mark.parametrize("method", ["panm-grad", "panm-loss"])
