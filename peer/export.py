@@ -22,7 +22,9 @@ from safetensors.numpy import save
 
 from peer.errors import UserError
 from peer.files import write_atomically
+from peer.learning.corpus import prompt
 from peer.learning.learner import Learner, ModelCard, Vector
+from peer.learning.partition import blank_inputs
 from peer.learning.sources import enumerated
 from peer.settings import replica_states
 from peer.state import MODEL_CARD, Checkpoint, newest_checkpoint
@@ -52,6 +54,8 @@ class LearnedModel:
         inputs = np.asarray(inputs)
         if inputs.dtype.kind not in "buif" or not np.isfinite(inputs).all():
             raise UserError("the inputs are not all finite numbers")
+        if self.card.text and not (np.isin(inputs, np.arange(self.card.classes))).all():
+            raise UserError(f"the inputs are not all token ids from 0 to {self.card.classes - 1}")
         wanted = self.card.shape
         # One row a sample serves flat tables of images, and images without their channel, too.
         if inputs.ndim < 1 or inputs.size != len(inputs) * int(np.prod(wanted)):
@@ -89,14 +93,14 @@ class LearnedModel:
         import torch
 
         module, example, dynamic = self._traceable()
-        try:
-            program = torch.export.export(module, (example,), dynamic_shapes=dynamic)
-        except Exception as error:  # what torch cannot trace, it says in many ways
-            raise UserError(f"torch.export does not take this model: {_line(error)}") from error
         file = io.BytesIO()  # of files that it cannot write, torch says so in many ways, too
         with warnings.catch_warnings():
-            # torch's own doubts about the views that its exporter made of the weights.
+            # torch's own doubts about the views that its exporter, or an LSTM, made of the weights.
             warnings.simplefilter("ignore", UserWarning)
+            try:
+                program = torch.export.export(module, (example,), dynamic_shapes=dynamic)
+            except Exception as error:  # what torch cannot trace, it says in many ways
+                raise UserError(f"torch.export does not take this model: {_line(error)}") from error
             torch.export.save(program, file)
         write_atomically(out, file.getvalue())
 
@@ -126,7 +130,7 @@ class LearnedModel:
         if not isinstance(self._learner, TorchLearner):
             raise UserError(f"{self.card.model} is not a torch model", "use --format safetensors")
         module = self._learner.module(self.checkpoint.model)
-        example = torch.zeros(2, *self.card.shape)
+        example = torch.from_numpy(blank_inputs(2, self.card.shape, text=self.card.text))
         return module, example, ({0: torch.export.Dim("batch")},)
 
 
@@ -173,7 +177,8 @@ def export_model(state: Path, out: Path, form: str | None = None) -> str:
 def predict_file(state: Path, file: Path, *, label: str | None = None) -> list[str]:
     """Return the predicted class of each sample in a file: npz (key x), csv or an image.
 
-    `label` is a column of a csv to leave out, beside those that the training left out. Raises
+    `label` is a column of a csv to leave out, beside those that the training left out. For a model
+    of text, a file that is no npz is a text, and each line's next word is predicted. Raises
     UserError.
     """
     model = load_model(state)
@@ -181,6 +186,8 @@ def predict_file(state: Path, file: Path, *, label: str | None = None) -> list[s
         match file.suffix:
             case ".npz":
                 inputs = _read_npz(file)
+            case _ if model.card.text:
+                inputs = _read_prompts(file, model.card)
             case ".csv":
                 inputs = _read_csv(file, label, model.card)
             case _:
@@ -188,7 +195,8 @@ def predict_file(state: Path, file: Path, *, label: str | None = None) -> list[s
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror or error}") from None
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"cannot read {file} as CSV: {error}") from None
+        kind = "text" if model.card.text else "CSV"
+        raise UserError(f"cannot read {file} as {kind}: {error}") from None
     scaled = inputs * np.float32(model.card.scale) if inputs.dtype == np.uint8 else inputs
     return model.labels(model.predict(scaled))
 
@@ -204,6 +212,13 @@ def _read_npz(file: Path) -> npt.NDArray[Any]:
     except (ValueError, zipfile.BadZipFile, EOFError, AttributeError, TypeError):
         raise UserError(f"{file} is not an npz file of plain arrays") from None
     raise UserError(f"{file} has no array x", f"it has {names}")
+
+
+def _read_prompts(file: Path, card: ModelCard) -> npt.NDArray[Any]:
+    lines = file.read_text(encoding="utf-8-sig").splitlines()
+    numbers = {word: number for number, word in enumerate(card.labels or ())}
+    prompts = [prompt(line, numbers, card.shape[0]) for line in lines if line.strip()]
+    return np.array(prompts, dtype=np.int32).reshape(len(prompts), *card.shape)
 
 
 def _read_csv(file: Path, label: str | None, card: ModelCard) -> npt.NDArray[Any]:

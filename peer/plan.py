@@ -59,7 +59,7 @@ class MatchingPlan(_Table):
 class PartitionPlan(_Table):
     """How the named data set is dealt to the peers."""
 
-    kind: Literal["none", "rotation", "label-swap", "natural"] = Field(
+    kind: Literal["none", "rotation", "label-swap", "label-permutation", "natural"] = Field(
         default="none", description="how clusters differ; none: all peers share one distribution"
     )
     clusters: int = Field(default=1, ge=1, le=1000, description="number of true clusters, K")

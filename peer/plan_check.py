@@ -9,7 +9,7 @@ import logging
 from functools import cache
 
 from peer.errors import UserError
-from peer.learning.names import CUSTOM, DATA_SETS, MODELS, OWN
+from peer.learning.names import CUSTOM, DATA_SETS, MODELS, OWN, TEXT_MODELS
 from peer.matching.registry import CENTRAL, check_method
 from peer.plan import Plan
 
@@ -46,6 +46,11 @@ def _check_data(plan: Plan) -> None:
     if plan.data not in DATA_SETS:
         known = ", ".join((*DATA_SETS, OWN))
         raise UserError(f"data: there is no data set {plan.data!r}", f"there are {known}")
+    if plan.model in TEXT_MODELS:
+        raise UserError(
+            f"model: {plan.model} needs text, and {plan.data} has images",
+            'set data = "own"; give it --data text:FILE',
+        )
     if plan.partition.kind == "natural":
         raise UserError(
             f"partition: natural needs data that name their groups, {plan.data} does not",

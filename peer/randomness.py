@@ -33,6 +33,7 @@ class Purpose(IntEnum):
     SKEW = 13
     PARTICIPANTS = 14
     CLUSTER_MODELS = 15
+    LABELS = 16
 
 
 def generator(

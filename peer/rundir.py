@@ -12,6 +12,7 @@ appends its row again: the last row of each (peer, round) counts.
 from __future__ import annotations
 
 import json
+import math
 import platform
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from peer.errors import StateError, UserError
 from peer.files import write_atomically
+from peer.learning.names import TEXT_MODELS
 from peer.merit import clusters_found
 from peer.plan import Plan, describe
 
@@ -245,6 +247,7 @@ def summarise(
     """
     last = final_rows(rows)
     accuracies = _present(row.accuracy for row in last)
+    loss = _mean(_present(row.loss for row in last))
     bags = {row.index: frozenset(row.bag) for row in final_rows(topology)}
     return {
         "method": plan.method,
@@ -262,7 +265,8 @@ def summarise(
         "bytes_received": sum(row.payload_received for row in last),
         "wire_sent": sum(row.wire_sent for row in last),
         "wire_received": sum(row.wire_received for row in last),
-        "loss_mean": _mean(_present(row.loss for row in last)),
+        "loss_mean": loss,
+        "perplexity": perplexity(plan, loss),
         "peers": len(last),
         "finished": sum(row.t >= plan.rounds for row in last),
         "late": sum(row.late for row in rows),
@@ -271,6 +275,15 @@ def summarise(
         "version": panmesh_version(),
         **(extra or {}),
     }
+
+
+def perplexity(plan: Plan, loss: float | None) -> float | None:
+    """Return exp(loss), where the plan's model is one of text: else it means nothing.
+
+    [choice] Of several peers, exp of their mean loss: that of all their test words together, where
+    they are equally many.
+    """
+    return None if loss is None or plan.model not in TEXT_MODELS else math.exp(min(loss, 700.0))
 
 
 def write_summary(

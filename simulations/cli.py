@@ -217,7 +217,7 @@ def paper(
         Path | None, typer.Option(help="Directory of all runs; runs/paper-TABLE if not given.")
     ] = None,
 ) -> None:
-    """Make a table or figure of the PANM paper, and say which of its claims were seen."""
+    """Make a table or figure of a paper, and say which of its claims were seen."""
     from simulations.compare import parse_seeds
     from simulations.paper import run_paper, table_names
     from simulations.runs import Equipment
@@ -255,14 +255,17 @@ def bench(
         Path | None, typer.Option("--json", help="File for the rows, as JSON.", dir_okay=False)
     ] = None,
 ) -> None:
-    """Measure the laboratory's speed against a naive loop and the machine's own peak."""
+    """Measure the laboratory's speed against a naive loop and the machine's own peak, and rules."""
     from peer.learning.models import MODELS
+    from peer.learning.names import TEXT_MODELS
     from simulations.bench import bench_table, run_bench
+    from simulations.bench_rules import rules_table, run_rules
 
     names = models.split(",")
-    if unknown := set(names) - MODELS.keys():
+    known = [name for name in MODELS if name not in TEXT_MODELS]
+    if unknown := set(names) - set(known):
         raise UserError(
-            f"no built-in model {sorted(unknown)[0]!r}", f"there are {', '.join(MODELS)}"
+            f"no built-in model of images {sorted(unknown)[0]!r}", f"there are {', '.join(known)}"
         )
     try:
         numbers = [int(size) for size in sizes.split(",")]
@@ -280,9 +283,10 @@ def bench(
         device=device.value,
         progress=lambda what: print(what, file=sys.stderr, flush=True),
     )
-    print(bench_table(rows))
+    rules = run_rules(repeats=repeats)
+    print(bench_table(rows), rules_table(rules), sep="\n\n")
     if table is not None:
-        table.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        table.write_text(json.dumps([*rows, *rules], indent=2) + "\n", encoding="utf-8")
 
 
 @app.command()

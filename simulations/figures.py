@@ -91,6 +91,28 @@ def accuracy_figure(
         return figure
 
 
+def perplexity_figure(plan: Plan, rows: Sequence[MetricRow]) -> Figure:
+    """Return perplexity over rounds: each peer thin, that of all peers' test words thick."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure(plan, "Perplexity on each peer's own test set", (7.6, 4.6))
+        clusters = _by_cluster(rows, "loss")
+        for cluster, peers in clusters.items():
+            for points in peers.values():
+                ts, losses = zip(*points, strict=True)
+                axes.plot(ts, np.exp(losses), color=_colour(cluster), lw=0.9, alpha=0.55)
+        curve = [(t, float(np.exp(loss))) for t, loss in _mean_curve(rows, "loss")]
+        if curve:
+            axes.plot(*zip(*curve, strict=True), color=INK, lw=2.8, zorder=4)
+            _label_ends(axes, [(curve[-1][1], f"{plan.method} {curve[-1][1]:.1f}", INK)])
+        axes.set_xlabel("round")
+        axes.set_ylabel("perplexity")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(axis="y")
+        axes.set_xlim(left=min(1, plan.rounds - 1), right=plan.rounds)
+        _cluster_legend(axes, sorted(clusters), loc="upper right")
+        return figure
+
+
 def heatmap_figure(plan: Plan, topology: Sequence[TopologyRow]) -> Figure:
     """Return who averaged with whom: in how many rounds row i took column j's model.
 
@@ -219,21 +241,25 @@ def _clusters(plan: Plan, topology: Sequence[TopologyRow]) -> dict[int, int]:
     return {index: plan.cluster_of(index) for index in sorted(named)}
 
 
-def _by_cluster(rows: Sequence[MetricRow]) -> dict[int, dict[int, list[tuple[float, float]]]]:
-    """Return {cluster: {index: (t, accuracy) points}} of rows that have an accuracy."""
+def _by_cluster(
+    rows: Sequence[MetricRow], figure: Literal["accuracy", "loss"] = "accuracy"
+) -> dict[int, dict[int, list[tuple[float, float]]]]:
+    """Return {cluster: {index: (t, accuracy or loss) points}} of rows that have the figure."""
     groups: dict[int, dict[int, list[tuple[float, float]]]] = {}
     for row in rows:
-        if row.accuracy is not None:
+        if (value := getattr(row, figure)) is not None:
             group = groups.setdefault(row.cluster or 0, {})
-            group.setdefault(row.index, []).append((row.t, row.accuracy))
+            group.setdefault(row.index, []).append((row.t, value))
     return groups
 
 
-def _mean_curve(rows: Sequence[MetricRow]) -> list[tuple[float, float]]:
+def _mean_curve(
+    rows: Sequence[MetricRow], figure: Literal["accuracy", "loss"] = "accuracy"
+) -> list[tuple[float, float]]:
     by_round: dict[int, list[float]] = {}
     for row in rows:
-        if row.accuracy is not None:
-            by_round.setdefault(row.t, []).append(row.accuracy)
+        if (value := getattr(row, figure)) is not None:
+            by_round.setdefault(row.t, []).append(value)
     return [(t, float(np.mean(values))) for t, values in sorted(by_round.items())]
 
 
@@ -271,7 +297,7 @@ def _mark_stage_two(axes: Axes, plan: Plan) -> None:
 def _cluster_legend(
     axes: Axes,
     clusters: Sequence[int],
-    loc: Literal["lower right", "upper left"],
+    loc: Literal["lower right", "upper left", "upper right"],
     more: Sequence[Line2D] = (),
     anchor: tuple[float, float] | None = None,
 ) -> None:

@@ -1,4 +1,5 @@
-"""`simulate paper`: the tables and figures of the PANM paper, as lists of runs over plans.
+"""`simulate paper`: the tables and figures of the PANM paper, as lists of runs over plans, and one
+of CFL.
 
 Each is what varies, which methods are compared and what the paper claims of them; the machinery is
 that of `simulations.study`. By default they are of a size for two cores and an hour at most; the
@@ -10,7 +11,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from simulations.compare import make_console, parse_single
 from simulations.figures import save
 from simulations.purity import purity, purity_figure, purity_rows, purity_table
 from simulations.runs import Equipment, changed
+from simulations.separation import separation, separation_rows, separation_table
 from simulations.study import Line, Setting, Study, Variant, run_study
 from simulations.tables import study_figure, study_table, write_csv
 
@@ -56,6 +58,7 @@ class PaperTable:
     variants: Sequence[Variant]
     claims: Sequence[Claim]
     changes: Mapping[str, Any] = field(default_factory=dict)
+    baseline: bool = True
 
 
 def paper_plan(full: bool) -> Plan:
@@ -115,6 +118,17 @@ def _heterogeneity(_full: bool) -> list[Setting]:
 
 def _rotations(_full: bool) -> list[Setting]:
     return [_partition("rotation", clusters) for clusters in (2, 4)]
+
+
+def _separable(_full: bool) -> list[Setting]:
+    return [
+        Setting(
+            {"partition": kind if kind == "none" else f"{kind} K={clusters}", "peers": str(n)},
+            {"partition.kind": kind, "partition.clusters": clusters, "n": n},
+        )
+        for kind, clusters in (("rotation", 4), ("label-swap", 4), ("none", 1))
+        for n in (20, 100)
+    ]
 
 
 def _partition(kind: str, clusters: int) -> Setting:
@@ -254,6 +268,14 @@ TABLES: dict[str, PaperTable] = {
             for name, alpha in (("that of h (alpha = 0)", "0.0"), ("that of g (alpha = 1)", "1.0"))
         ),
     ),
+    "cfl": PaperTable(
+        "CFL: the true clusters come apart, and then nothing more",
+        _separable,
+        _variants("cfl"),
+        (),
+        {"rounds": 100, "partition.train_per_peer": 300, "model": "mlp", "training.lr": 0.05},
+        baseline=False,
+    ),
 }
 
 
@@ -280,7 +302,8 @@ def run_paper(
         raise UserError(f"none of the data of table {name} are on this machine")
     lines = run_study(study, out, equipment=equipment, console=console)
     out.mkdir(parents=True, exist_ok=True)
-    (_report_purity if name == "iii" else _report)(table, study, lines, out, console)
+    report = {"iii": _report_purity, "cfl": _report_separation}.get(name, _report)
+    report(table, study, lines, out, console)
 
 
 def table_names() -> list[tuple[str, str, int]]:
@@ -348,6 +371,7 @@ def _study(
         settings=settings,
         variants=table.variants,
         seeds=seeds or (FULL_SEEDS if full else (0,)),
+        baseline=table.baseline,
     )
 
 
@@ -365,7 +389,7 @@ def _with_data(study: Study, equipment: Equipment, console: Console) -> Study:
             console.print(f"left out {' '.join(setting.labels.values())}: {error.message}{hint}")
         else:
             there.append(setting)
-    return Study(study.base, there, study.variants, study.seeds)
+    return replace(study, settings=there)
 
 
 def _report(
@@ -393,11 +417,24 @@ def _report_purity(
         plan = changed(study.base, setting.changes)
         purities.append(purity(setting.labels["clusters"], plan, runs))
     console.print(purity_table(purities, table.title))
+    file = _write_rows(purity_rows(purities), out)
+    pictures = save(purity_figure(purities, table.title), out / "table")
+    console.print(f"{file}  {pictures[0]}")
+
+
+def _report_separation(
+    table: PaperTable, _study: Study, lines: Sequence[Line], out: Path, console: Console
+) -> None:
+    rows = separation_rows([separation(line.labels, run) for line in lines for run in line.runs])
+    console.print(separation_table(rows, table.title))
+    console.print(_write_rows(rows, out))
+
+
+def _write_rows(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
+    """Write a table's rows as CSV, and return its path."""
     text = io.StringIO()
-    rows = purity_rows(purities)
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     write_atomically(out / "table.csv", text.getvalue())
-    pictures = save(purity_figure(purities, table.title), out / "table")
-    console.print(f"{out / 'table.csv'}  {pictures[0]}")
+    return out / "table.csv"

@@ -10,12 +10,19 @@ from peer.rundir import (
     COMPARISON,
     find_runs,
     merge,
+    perplexity,
     read_json,
     read_metrics,
     read_plan,
     read_topology,
 )
-from simulations.figures import accuracy_figure, heatmap_figure, save, topology_figure
+from simulations.figures import (
+    accuracy_figure,
+    heatmap_figure,
+    perplexity_figure,
+    save,
+    topology_figure,
+)
 from simulations.figures_cfl import attempts_of, clustering_figure
 
 PLOTS = "plots"
@@ -60,6 +67,8 @@ def write_report(run: Path) -> list[Path]:
     }
     if attempts_of(rows):
         figures["clustering"] = clustering_figure(plan, rows)
+    if perplexity(plan, 0.0) is not None:
+        figures["perplexity"] = perplexity_figure(plan, rows)
     folder = run / PLOTS
     folder.mkdir(exist_ok=True)
     return [path for name, figure in figures.items() for path in save(figure, folder / name)]

@@ -88,12 +88,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Study:
-    """Every variant in every setting with every seed, beside the plan they have in common."""
+    """Every variant in every setting with every seed, beside the plan they have in common.
+
+    With `baseline`, `local` is run in every setting too, to compare each peer with.
+    """
 
     base: Plan
     settings: Sequence[Setting]
     variants: Sequence[Variant]
     seeds: Sequence[int]
+    baseline: bool = True
 
     @cached_property
     def cells(self) -> list[Cell]:
@@ -169,7 +173,8 @@ class Line:
 
     Accuracies are shares in [0, 1]. `accuracy_sd` is the sample standard deviation over seeds,
     `accuracy_worst` the least of any peer with any seed, `below_local` the mean number of peers
-    that do worse than by themselves with the same seed; `bytes_moved` and `seconds` are a run's.
+    that do worse than by themselves with the same seed; `perplexity` is of text only; `bytes_moved`
+    and `seconds` are a run's.
     """
 
     labels: Mapping[str, str]
@@ -185,6 +190,7 @@ class Line:
     bytes_moved: float
     seconds: float
     runs: tuple[Path, ...]
+    perplexity: float | None = None
 
     @property
     def figures(self) -> dict[str, float | int | None]:
@@ -202,11 +208,11 @@ def run_study(
 ) -> list[Line]:
     """Run what is not finished of a study in `out`, and return its lines, by setting and variant.
 
-    `local` is run in every setting too, to compare each peer with. On a terminal it shows its
-    progress and the time left. Raises UserError for what cannot be run.
+    On a terminal it shows its progress and the time left. Raises UserError for what cannot be run.
     """
     where = {cell.plan.digest: cell.plan for cell in study.cells}
-    where |= {plan.digest: plan for plan in map(_baseline, study.cells)}
+    if study.baseline:
+        where |= {plan.digest: plan for plan in map(_baseline, study.cells)}
     for plan in where.values():
         equipment.check(plan)
     pending = [
@@ -219,7 +225,7 @@ def run_study(
         if console.is_terminal:
             console.print(f"stopped; finished runs stay in {out}, and the same command goes on")
         raise
-    return [_line(group, out, equipment) for group in _grouped(study)]
+    return [_line(group, out, equipment, study.baseline) for group in _grouped(study)]
 
 
 def cell_folder(out: Path, plan: Plan, equipment: Equipment) -> Path:
@@ -287,14 +293,14 @@ def _grouped(study: Study) -> Iterator[list[Cell]]:
             ]
 
 
-def _line(cells: Sequence[Cell], out: Path, equipment: Equipment) -> Line:
+def _line(cells: Sequence[Cell], out: Path, equipment: Equipment, baseline: bool) -> Line:
     runs = [cell_folder(out, cell.plan, equipment) for cell in cells]
-    alone = [cell_folder(out, _baseline(cell), equipment) for cell in cells]
+    alone = [cell_folder(out, _baseline(cell), equipment) for cell in cells] if baseline else []
     summaries = [read_json(run / SUMMARY) for run in runs]
     accuracies = [_accuracies(run) for run in runs]
     below = [
         float(sum(a < b for a, b in zip(own, _accuracies(local), strict=True)))
-        for own, local in zip(accuracies, alone, strict=True)
+        for own, local in zip(accuracies, alone, strict=False)  # none without a baseline
     ]
     means = [summary["accuracy_mean"] for summary in summaries]
     return Line(
@@ -304,13 +310,14 @@ def _line(cells: Sequence[Cell], out: Path, equipment: Equipment) -> Line:
         accuracy_mean=fmean(means),
         accuracy_sd=stdev(means) if len(means) > 1 else None,
         accuracy_worst=min(map(min, accuracies)),
-        below_local=fmean(below),
+        below_local=fmean(below) if below else None,
         precision=_mean(summaries, "precision"),
         recall=_mean(summaries, "recall"),
         clusters_found=_mean(summaries, "clusters_found"),
         bytes_moved=fmean(summary["bytes_moved"] for summary in summaries),
         seconds=fmean(summary["wall_s"] for summary in summaries),
         runs=tuple(runs),
+        perplexity=_mean(summaries, "perplexity"),
     )
 
 
@@ -320,5 +327,5 @@ def _accuracies(run: Path) -> list[float]:
 
 
 def _mean(summaries: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    values = [summary[key] for summary in summaries if summary[key] is not None]
+    values = [value for summary in summaries if (value := summary.get(key)) is not None]
     return fmean(values) if values else None

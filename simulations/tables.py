@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,7 +30,11 @@ def study_table(lines: Sequence[Line], title: str = "") -> Table:
     for label in lines[0].labels:
         table.add_column(label)
     table.add_column("method", no_wrap=True)
-    for heading in ("accuracy, %", "worst", "< local", "prec.", "recall", "payload", "seconds"):
+    text = any(line.perplexity is not None for line in lines)
+    for heading in (
+        *(("perplexity",) if text else ()),
+        *("accuracy, %", "worst", "< local", "prec.", "recall", "payload", "seconds"),
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     before: Mapping[str, str] = lines[0].labels
     for line in lines:
@@ -39,6 +44,7 @@ def study_table(lines: Sequence[Line], title: str = "") -> Table:
         table.add_row(
             *line.labels.values(),
             line.variant,
+            *((f"{line.perplexity or math.nan:.1f}",) if text else ()),
             _accuracy(line),
             percent(line.accuracy_worst).removesuffix(" %"),
             "-" if line.below_local is None else f"{line.below_local:.3g}",

@@ -11,8 +11,9 @@ import numpy as np
 from peer.errors import UserError
 from peer.learning import estimator_learner
 from peer.learning.learner import Learner, ModelCard
-from peer.learning.partition import PeerData, deal
-from peer.learning.sources import load_dataset
+from peer.learning.names import CUSTOM, TEXT_MODELS
+from peer.learning.partition import PeerData, blank_inputs, deal
+from peer.learning.sources import Dataset, is_text, load_dataset
 from peer.plan import Plan
 
 _shared_dataset = lru_cache(maxsize=1)(load_dataset)
@@ -55,6 +56,7 @@ def prepare(
     own = data is not None and not dealt
     load = load_dataset if own else _shared_dataset
     dataset = load(data or plan.data, seed=plan.seed, classes=plan.classes)
+    check_inputs(plan.model, dataset)
     share = deal(dataset, plan, index, own=own)
     card = ModelCard(
         model=plan.model,
@@ -65,6 +67,7 @@ def prepare(
         scale=dataset.scale,
         seed=plan.seed,
         left_out=dataset.left_out,
+        text=is_text(dataset.train_x),
     )
     return _learner(card, share, plan, index, device=device, threads=threads), card
 
@@ -77,10 +80,20 @@ def check_model(plan: Plan, model: str | None) -> None:
         raise UserError(f"the plan's model is {plan.model}, not custom", "leave out --model")
 
 
+def check_inputs(model: str, dataset: Dataset) -> None:
+    """Raise UserError when a built-in model takes token ids and the data are numbers, or not."""
+    text = is_text(dataset.train_x)
+    if model == CUSTOM or (model in TEXT_MODELS) == text:
+        return
+    if text:
+        raise UserError(f"the model {model} takes numbers, not text", "use the model lstm")
+    raise UserError(f"the model {model} takes text, not numbers", "give it --data text:FILE")
+
+
 def rebuild(card: ModelCard) -> Learner:
     """Return a learner of the card's model that has no data: it can evaluate and predict nothing of
     its own, but applies any vector of its manifest. Raises UserError when it cannot be built."""
-    blank = np.zeros((2, *card.shape), dtype=np.float32)
+    blank = blank_inputs(2, card.shape, text=card.text)
     labels = np.arange(2, dtype=np.int64)
     data = PeerData(blank, labels, blank, labels, card.classes, card.shape)
     return _learner(card, data, Plan(n=2, seed=card.seed), 0)

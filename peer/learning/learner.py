@@ -98,7 +98,8 @@ class ModelCard:
 
     `model` is the plan's name, `factory` the import path of a custom one. `shape` is that of one
     input and `scale` what stored inputs are multiplied by; `labels` name the `classes`, if they
-    have names; `left_out` are the columns of a table that the training took for no features.
+    have names; `left_out` are the columns of a table that the training took for no features. Of a
+    `text`, inputs are token ids, and `labels` the vocabulary.
     """
 
     model: str
@@ -109,6 +110,7 @@ class ModelCard:
     scale: float
     seed: int
     left_out: tuple[str, ...] = ()
+    text: bool = False
 
 
 class Scores(NamedTuple):

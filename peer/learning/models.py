@@ -1,8 +1,8 @@
 """Built-in torch models, and models that a person names by import path.
 
-Every built-in is an `nn.Sequential` of plain layers, so that a trainer of many models at once can
-be composed from the same layers. Pooling comes before ReLU: ReLU is monotonic, so the result is the
-same, on a quarter of the data.
+Every built-in but `lstm` is an `nn.Sequential` of plain layers, so that a trainer of many models at
+once can be composed from the same layers. Pooling comes before ReLU: ReLU is monotonic, so the
+result is the same, on a quarter of the data.
 """
 
 from __future__ import annotations
@@ -60,7 +60,30 @@ def cnn(shape: Shape, classes: int) -> nn.Sequential:
     )  # fmt: skip
 
 
-MODELS: dict[str, Factory] = {"mlp": mlp, "lenet": lenet, "cnn": cnn}
+class NextWord(nn.Module):
+    """Token ids [m, L] -> logits [m, words] of the word that follows."""
+
+    def __init__(self, words: int, embedding: int, hidden: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, embedding)
+        self.lstm = nn.LSTM(embedding, hidden, batch_first=True)
+        self.output = nn.Linear(hidden, words)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        states, _ = self.lstm(self.embedding(tokens))
+        logits: torch.Tensor = self.output(states[:, -1])
+        return logits
+
+
+def lstm(shape: Shape, classes: int) -> nn.Module:
+    """Embedding of 64, one LSTM layer of 128, and a linear layer on its last state."""
+    if len(shape) != 1:
+        raise UserError(f"lstm needs windows of words, not inputs of shape {shape}")
+    return NextWord(classes, embedding=64, hidden=128)
+
+
+MODELS: dict[str, Factory] = {"mlp": mlp, "lenet": lenet, "cnn": cnn, "lstm": lstm}
 """The built-in models by their name in a plan."""
 
 

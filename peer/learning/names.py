@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-MODELS = ("mlp", "lenet", "cnn", "sklearn-sgd", "sklearn-mlp")
+MODELS = ("mlp", "lenet", "cnn", "lstm", "sklearn-sgd", "sklearn-mlp")
+TEXT_MODELS = ("lstm",)
+"""Those that take token ids; the others take numbers."""
 CUSTOM = "custom"
 """The model of a plan whose peers name a factory themselves."""
 

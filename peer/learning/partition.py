@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peer.errors import UserError
-from peer.learning.sources import Dataset
+from peer.learning.sources import Dataset, is_text
 from peer.plan import Plan
 from peer.randomness import Purpose, generator
 
@@ -25,11 +25,12 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PeerData:
-    """One peer's data: inputs float32 [m, *shape], scaled; labels int64 [m] in 0 to classes - 1."""
+    """One peer's data: inputs [m, *shape], float32, scaled, or int32, token ids; labels int64 [m]
+    in 0 to classes - 1."""
 
-    train_x: npt.NDArray[np.float32]
+    train_x: Array
     train_y: Labels
-    test_x: npt.NDArray[np.float32]
+    test_x: Array
     test_y: Labels
     classes: int
     shape: tuple[int, ...]
@@ -47,20 +48,27 @@ def deal(dataset: Dataset, plan: Plan, index: int, *, own: bool) -> PeerData:
     else:
         train, test = share(dataset, plan, index)
     transform = TRANSFORMS[plan.partition.kind]
-    cluster = Cluster(plan.cluster_of(index), plan.partition.clusters, dataset.classes)
+    cluster = Cluster.of(plan, plan.cluster_of(index), dataset.classes)
 
-    def take(x: Array, y: Labels, chosen: Indices) -> tuple[npt.NDArray[np.float32], Labels]:
+    def take(x: Array, y: Labels, chosen: Indices) -> tuple[Array, Labels]:
         x, y = transform(x[chosen], y[chosen], cluster)
-        return to_float(x, dataset.scale), y
+        return to_inputs(x, dataset.scale), y
 
     train_x, train_y = take(dataset.train_x, dataset.train_y, train)
     test_x, test_y = take(dataset.test_x, dataset.test_y, test)
     return PeerData(train_x, train_y, test_x, test_y, dataset.classes, dataset.shape)
 
 
-def to_float(x: Array, scale: float) -> npt.NDArray[np.float32]:
-    """Return inputs as models take them: stored values times the data set's `scale`."""
+def to_inputs(x: Array, scale: float) -> Array:
+    """Return inputs as models take them: stored values times `scale`, but token ids as they are."""
+    if is_text(x):
+        return np.ascontiguousarray(x)
     return np.multiply(x, np.float32(scale), dtype=np.float32, order="C")
+
+
+def blank_inputs(count: int, shape: tuple[int, ...], *, text: bool) -> Array:
+    """Return `count` inputs [count, *shape] of zeros, as `to_inputs` makes them."""
+    return np.zeros((count, *shape), dtype=np.int32 if text else np.float32)
 
 
 def share(dataset: Dataset, plan: Plan, index: int) -> tuple[Indices, Indices]:
@@ -69,14 +77,20 @@ def share(dataset: Dataset, plan: Plan, index: int) -> tuple[Indices, Indices]:
     Of a natural partition, peer i gets its part of group i mod K, train and test, and nothing of
     the others. Raises UserError when the data set has no such groups, or too few samples.
     """
+    train_y, test_y = dataset.train_y, dataset.test_y
+    if is_text(dataset.train_x):
+        if plan.partition.skew == "dirichlet":
+            raise UserError("the skew dirichlet needs classes: a text has words")
+        # [choice] Words are dealt as often as they occur, for that is what a model of them learns.
+        train_y, test_y = np.zeros_like(train_y), np.zeros_like(test_y)
     if plan.partition.kind != "natural":
         everyone = Hand(plan, plan.n, index)
-        return train_indices(dataset.train_y, everyone), _tested(dataset.test_y, everyone)
+        return train_indices(train_y, everyone), _tested(test_y, everyone)
     k, found = plan.partition.clusters, len(dataset.groups)
     if dataset.train_group is None or dataset.test_group is None:
         raise UserError(
             "the partition natural needs data that name their groups: these do not",
-            "csv:FILE#label=COLUMN&group=COLUMN does",
+            "csv:FILE#label=COLUMN&group=COLUMN does, and text:FILE.csv",
         )
     if found != k:
         raise UserError(f"the data have {found} groups, but partition.clusters = {k}")
@@ -87,8 +101,8 @@ def share(dataset: Dataset, plan: Plan, index: int) -> tuple[Indices, Indices]:
     if not len(test):
         raise UserError(f"the group {dataset.groups[group]!r} has no sample to test on")
     return (
-        train[train_indices(dataset.train_y[train], members)],
-        test[_tested(dataset.test_y[test], members)],
+        train[train_indices(train_y[train], members)],
+        test[_tested(test_y[test], members)],
     )
 
 
@@ -235,11 +249,17 @@ def _shuffled_by_class(y: Labels, rng: np.random.Generator) -> list[Indices]:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Cluster `number` of K = `count`, of a data set with `classes` classes."""
+    """Cluster `number` of K = `count`, of data with `classes` classes; `seed` is the plan's."""
 
     number: int
     count: int
     classes: int
+    seed: int
+
+    @classmethod
+    def of(cls, plan: Plan, number: int, classes: int) -> Cluster:
+        """Return cluster `number` of a plan."""
+        return cls(number, plan.partition.clusters, classes, plan.seed)
 
 
 Transform = Callable[[Array, Labels, Cluster], tuple[Array, Labels]]
@@ -287,10 +307,20 @@ def swap_labels(x: Array, y: Labels, cluster: Cluster) -> tuple[Array, Labels]:
     return x, renamed[y]
 
 
+def permute_labels(x: Array, y: Labels, cluster: Cluster) -> tuple[Array, Labels]:
+    """Rename the labels by the cluster's own random permutation of all classes.
+
+    As in CFL, Section VI. Permutations are drawn one by one: two may agree, or one change nothing.
+    """
+    rng = generator(cluster.seed, Purpose.LABELS, index=cluster.number)
+    return x, rng.permutation(cluster.classes)[y]
+
+
 TRANSFORMS: dict[str, Transform] = {
     "none": keep,
     "natural": keep,
     "rotation": rotate,
     "label-swap": swap_labels,
+    "label-permutation": permute_labels,
 }
 """How clusters differ, by the partition's name in a plan."""

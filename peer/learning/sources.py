@@ -4,6 +4,7 @@ A spec is a source's name, an argument after a colon where it takes one, and opt
 
     digits | fashion-mnist[:FOLDER] | mnist[:FOLDER] | cifar10[:FOLDER] | npz:FILE
     csv:FILE#label=COLUMN[&group=COLUMN] | images:FOLDER[#size=N] | module:function
+    text:FILE[#words=V&window=L&vocabulary=FILE&topic=N]
     ...#shard=i/n&test=FRACTION
 
 `shard` keeps the i-th (from 0) of n shares of the training data; `test` is the share held out for
@@ -30,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peer.errors import UserError
-from peer.learning import cifar
+from peer.learning import cifar, corpus
 from peer.learning.cache import cache_folder
 from peer.learning.idx import read_idx
 from peer.learning.local_import import import_callable
@@ -48,7 +49,8 @@ MAX_CLASSES = 100_000
 class Dataset:
     """Inputs x [m, *shape] as stored (bytes, or float32), labels y int64 [m] in 0 to classes - 1.
 
-    `shape` is that of one input, channels first for images; a model takes x * `scale`. `labels` are
+    `shape` is that of one input, channels first for images; a model takes x * `scale`. Of a text,
+    inputs are token ids (int32) in 0 to classes - 1, and the label is the next word. `labels` are
     the names of the classes, where they have names. Where the data fall into groups by themselves
     (sites, writers, topics), `groups` names them, sorted, and `train_group` and `test_group` are,
     [m] each, the number of a sample's. `left_out` are the columns of a table that are no features.
@@ -72,7 +74,9 @@ class Dataset:
 class Samples(NamedTuple):
     """What a source has read: (inputs, labels) to train and, if it has them, to test.
 
-    `group` names the group of each training sample, of sources that have no test set.
+    Of sources that have no test set, `group` names the group of each training sample, and `item`
+    numbers what it was cut from: that is held out for testing whole. Inputs that are int32 are
+    taken for token ids if `text`.
     """
 
     train: tuple[Array, Array]
@@ -81,6 +85,13 @@ class Samples(NamedTuple):
     scale: float = 1.0
     group: Sequence[str] | None = None
     left_out: tuple[str, ...] = ()
+    item: Labels | None = None
+    text: bool = False
+
+
+def is_text(x: Array) -> bool:
+    """Tell whether inputs of a `Dataset` are token ids."""
+    return bool(x.dtype == np.int32)
 
 
 def load_dataset(spec: str, *, seed: int, classes: int | None = None) -> Dataset:
@@ -93,19 +104,23 @@ def load_dataset(spec: str, *, seed: int, classes: int | None = None) -> Dataset
     name, options = request.text, request.options
     fraction, shard = _fraction(options.pop("test", None)), _shard(options.pop("shard", None))
     samples = request.read(request)
-    train = _checked(*samples.train, f"{name}, training data")
+    train = _checked(*samples.train, f"{name}, training data", text=samples.text)
     groups: tuple[str, ...] = ()
     train_group = test_group = None
     if samples.test is None:
         names, group = np.unique(samples.group or [""] * len(train[1]), return_inverse=True)
-        kept, held = _split(train[1], group, fraction or DEFAULT_TEST, seed, name)
+        share = fraction or DEFAULT_TEST
+        if samples.item is None:
+            kept, held = _split(train[1], group, share, seed, name)
+        else:
+            kept, held = _split_items(samples.item, group, share, seed, name)
         train, test = _take(train, kept), _take(train, held)
         if samples.group is not None:
             groups, train_group, test_group = tuple(names.tolist()), group[kept], group[held]
     elif fraction is not None:
         raise UserError(f"{name} has a test set of its own", "leave out test=")
     else:
-        test = _checked(*samples.test, f"{name}, test data")
+        test = _checked(*samples.test, f"{name}, test data", text=samples.text)
     if shard is not None:
         chosen = _shard_indices(len(train[1]), shard, seed, name)
         train = _take(train, chosen)
@@ -115,6 +130,8 @@ def load_dataset(spec: str, *, seed: int, classes: int | None = None) -> Dataset
         raise UserError(f"{name}: training inputs are {shape}, test inputs {test[0].shape[1:]}")
     largest = max(int(train[1].max()), int(test[1].max()))
     count = _class_count(largest, samples.labels, classes, name)
+    if is_text(train[0]) and not all(_among(x, count) for x in (train[0], test[0])):
+        raise UserError(f"{name}: token ids must be from 0 to {count - 1}")
     return Dataset(
         *train,
         *test,
@@ -197,15 +214,22 @@ def _shard(text: str | None) -> tuple[int, int] | None:
 # What every source's samples go through
 
 
-def _checked(x: Array, y: Array, what: str) -> tuple[Array, Labels]:
-    """Return inputs as bytes or float32 and labels as int64, or say what is wrong with them."""
+def _among(x: Array, count: int) -> bool:
+    return int(x.min()) >= 0 and int(x.max()) < count
+
+
+def _checked(x: Array, y: Array, what: str, *, text: bool = False) -> tuple[Array, Labels]:
+    """Return inputs as bytes, float32 or (token ids of a text) int32, and labels as int64.
+
+    Raises UserError that says what is wrong with them.
+    """
     if len(x) == 0 or x.ndim < 2:
         raise UserError(f"{what}: inputs of shape {x.shape} hold no samples with features")
     if y.shape != (len(x),):
         raise UserError(f"{what}: {len(x)} inputs, but labels of shape {y.shape}")
     if x.dtype.kind not in "biuf":
         raise UserError(f"{what}: inputs are of type {x.dtype}, not numbers")
-    if x.dtype != np.uint8:
+    if x.dtype != np.uint8 and not (text and is_text(x)):
         with np.errstate(over="ignore"):
             x = np.asarray(x, dtype=np.float32)
         finite = np.isfinite(x.reshape(len(x), -1)).all(axis=1)
@@ -248,6 +272,16 @@ def _split(
     count = min(max(1, round(fraction * len(y))), len(y) - 1)
     kinds = group * (int(y.max()) + 1) + y
     return _stratified(kinds, count, generator(seed, Purpose.TEST_SPLIT))
+
+
+def _split_items(
+    item: Labels, group: Labels, fraction: float, seed: int, name: str
+) -> tuple[Labels, Labels]:
+    """Return indices (train, test) of samples: every group's share of items, each item whole."""
+    _, first, number = np.unique(item, return_index=True, return_inverse=True)
+    parts = _split(np.zeros_like(first), group[first], fraction, seed, name)
+    train, test = (np.flatnonzero(np.isin(number, part)) for part in parts)
+    return train, test
 
 
 def _stratified(
@@ -406,7 +440,8 @@ def _read_import(request: Request) -> Samples:
         raise UserError(f"data: {path} failed: {type(error).__name__}: {error}") from error
     if isinstance(result, Dataset):
         train, test = (result.train_x, result.train_y), (result.test_x, result.test_y)
-        return Samples(train, test, result.labels, result.scale)
+        text = is_text(result.train_x) and is_text(result.test_x)
+        return Samples(train, test, result.labels, result.scale, text=text)
     if not isinstance(result, tuple) or len(result) not in (2, 4):
         raise UserError(
             f"data: {path} returned {type(result).__name__}",
@@ -516,6 +551,30 @@ def _number(cell: str, column: str, where: str) -> float:
     return number
 
 
+def _read_text(request: Request) -> Samples:
+    """Read items of text, and cut them into windows and the word that follows."""
+    path, most = Path(request.argument).expanduser(), MAX_CLASSES - 1
+    if "words" in request.options and "vocabulary" in request.options:
+        raise UserError("words= and vocabulary= exclude each other")
+    items = corpus.read_items(path, _count(request, "topic", 1, most))
+    if file := request.options.get("vocabulary"):
+        vocabulary = corpus.read_vocabulary(Path(file).expanduser(), most)
+    else:
+        vocabulary = corpus.most_frequent(items.words, _count(request, "words", corpus.WORDS, most))
+    length = _count(request, "window", corpus.WINDOW, corpus.MAX_WINDOW)
+    x, y, item = corpus.windows(items.words, vocabulary, length)
+    group = None if items.topics is None else [items.topics[i] for i in item.tolist()]
+    return Samples((x, y), labels=vocabulary, group=group, item=item, text=True)
+
+
+def _count(request: Request, key: str, default: int, most: int) -> int:
+    """Return the whole number of an option."""
+    value = request.options.get(key, str(default))
+    if not (value.isdecimal() and len(value) <= 9 and 1 <= int(value) <= most):
+        raise UserError(f"{key}={value} is not a number from 1 to {most}")
+    return int(value)
+
+
 _IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg"}
 
 
@@ -583,8 +642,13 @@ SOURCES: dict[str, Source] = {
     "npz": _read_npz,
     "csv": _read_csv,
     "images": _read_images,
+    "text": _read_text,
 }
 
 COMMON_OPTIONS = ("shard", "test")
-OPTIONS: dict[str, tuple[str, ...]] = {"csv": ("label", "group"), "images": ("size",)}
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "csv": ("label", "group"),
+    "images": ("size",),
+    "text": ("words", "window", "vocabulary", "topic"),
+}
 """Options of a source beside the common ones."""

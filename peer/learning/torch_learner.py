@@ -45,8 +45,8 @@ class TorchLearner:
         self._plan = plan
         self._index = index
         self._classes = data.classes
-        self._check_output(data.shape)
         self._train = self._tensors(data.train_x, data.train_y)
+        self._check_output(data.shape)
         self._test = self._tensors(data.test_x, data.test_y)
         self._fewest = self._fewest_in_batch()
         self._draws = True  # whether training draws from torch's generator; known after a round
@@ -119,7 +119,7 @@ class TorchLearner:
         shape = tuple(self._train[0].shape[1:])
         if inputs.shape[1:] != shape:
             raise ValueError(f"inputs have shape {inputs.shape[1:]}, not {shape}")
-        x = torch.tensor(np.asarray(inputs, dtype=np.float32), device=self._device)
+        x = torch.tensor(inputs, dtype=self._train[0].dtype, device=self._device)
         self._load(model)
         classes = [logits.argmax(dim=1) for logits in self._logits(x)]
         return torch.cat(classes).cpu().numpy() if classes else np.empty(0, dtype=np.int64)
@@ -191,7 +191,7 @@ class TorchLearner:
         return self._flat.cpu().numpy().copy()
 
     def _tensors(
-        self, x: npt.NDArray[np.float32], y: npt.NDArray[np.int64]
+        self, x: npt.NDArray[Any], y: npt.NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.from_numpy(x).to(self._device), torch.from_numpy(y).to(self._device)
 
@@ -201,7 +201,7 @@ class TorchLearner:
         with GLOBAL_RNG, torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(integer_seed(self._plan.seed, Purpose.INITIAL_WEIGHTS))
             try:
-                output = self._module(torch.zeros(2, *shape, device=self._device))
+                output = self._module(self._train[0].new_zeros(2, *shape))
             except Exception as error:  # a person's module may raise anything
                 reason = str(error).partition("\n")[0]
                 raise UserError(

@@ -23,7 +23,7 @@ from peer.learning.partition import (
     Cluster,
     PeerData,
     share,
-    to_float,
+    to_inputs,
 )
 from peer.learning.sources import Dataset
 from peer.plan import Plan
@@ -148,12 +148,11 @@ class Shares:
 
         Raises UserError when the transform does not fit the data.
         """
-        partition = self.plan.partition
-        transform = TRANSFORMS[partition.kind]
+        transform = TRANSFORMS[self.plan.partition.kind]
         for name, split, stored_x, stored_y in self._parts():
             start = 0
             for number, picked in enumerate(split.picked):
-                cluster = Cluster(number, partition.clusters, self.dataset.classes)
+                cluster = Cluster.of(self.plan, number, self.dataset.classes)
                 x, y = transform(stored_x[picked], stored_y[picked], cluster)
                 stop = start + len(y)
                 arrays[f"{name}_x"][start:stop] = np.moveaxis(x, 1, -1) if channels_last else x
@@ -179,9 +178,9 @@ def peer_data(arrays: Mapping[str, Array], index: int, *, scale: float, classes:
     """Return what `peer.learning.partition.deal` gives peer `index`, from tables as stored."""
     train, test = (rows_of(arrays, name)[index] for name in ("train", "test"))
     return PeerData(
-        to_float(arrays["train_x"][train], scale),
+        to_inputs(arrays["train_x"][train], scale),
         arrays["train_y"][train],
-        to_float(arrays["test_x"][test], scale),
+        to_inputs(arrays["test_x"][test], scale),
         arrays["test_y"][test],
         classes,
         arrays["train_x"].shape[1:],

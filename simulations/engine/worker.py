@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -29,7 +29,9 @@ from peer.errors import UserError
 from peer.learning import estimator_learner
 from peer.learning.learner import Learner, Manifest, Scores, Vector
 from peer.learning.models import build_model
+from peer.learning.partition import blank_inputs
 from peer.learning.schedule import loss_sample
+from peer.learning.sources import is_text
 from peer.learning.torch_learner import TorchLearner
 from peer.matching.sketch import CountSketch
 from peer.plan import Plan
@@ -310,7 +312,8 @@ class Worker:
         plan = self._plan
         module = build_model(plan.model, job.shape, job.classes, plan.seed, factory=job.model)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            module.eval()(torch.zeros(2, *job.shape))  # creates what lazy layers lack
+            blank = blank_inputs(2, job.shape, text=is_text(self._arena["train_x"]))
+            module.eval()(torch.from_numpy(blank))  # creates what lazy layers lack
         return module
 
     # The rest
@@ -383,10 +386,14 @@ def stackable(module: nn.Module, manifest: Manifest, shape: tuple[int, ...]) -> 
     try:
         return compose(module, manifest, shape)
     except NotStackableError as reason:
-        logging.getLogger(__name__).warning(
-            "the model is trained one peer at a time, which is slower: %s", reason
-        )
+        _tell(f"the model is trained one peer at a time, which is slower: {reason}")
         return None
+
+
+@cache
+def _tell(message: str) -> None:
+    """Log a warning once, for however many engines of a study it is true."""
+    logging.getLogger(__name__).warning(message)
 
 
 def main() -> None:

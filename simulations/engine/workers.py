@@ -24,6 +24,7 @@ import psutil
 
 from peer.errors import FederationError, UserError
 from peer.learning import estimator_learner
+from peer.learning.build import check_inputs
 from peer.learning.learner import Manifest, Scores, Vector
 from peer.learning.models import build_model
 from peer.learning.partition import deal
@@ -366,6 +367,7 @@ def _describe(
     plan: Plan, dataset: Dataset, model: str | None, device: str
 ) -> tuple[Manifest, Vector, Stack | None]:
     """Return the model's manifest, w_0 and its stack, if it has one, by way of peer 0's learner."""
+    check_inputs(plan.model, dataset)
     data = deal(dataset, plan, 0, own=False)
     if plan.model in estimator_learner.KINDS:
         if device != "cpu":

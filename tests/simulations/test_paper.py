@@ -46,7 +46,7 @@ def test_every_table_is_runs_of_valid_plans(name: str, full: bool) -> None:
 
 def test_the_tables_asked_for_are_there() -> None:
     names = [name for name, _, _ in table_names()]
-    assert names == ["iii", "iv", "v", "vi", "vii", "train-size", "peers", "cosines"]
+    assert names == ["iii", "iv", "v", "vi", "vii", "train-size", "peers", "cosines", "cfl"]
     with pytest.raises(UserError, match="no table viii"):
         run_paper("viii", Path("out"), equipment=REFERENCE)
 

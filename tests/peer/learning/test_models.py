@@ -10,6 +10,7 @@ from torch import nn
 
 from peer.errors import UserError
 from peer.learning.models import MODELS, build_model, instantiate, load_factory
+from peer.learning.names import TEXT_MODELS
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def test_sizes_and_output(name: str, shape: tuple[int, ...], parameters: int) ->
     assert module(torch.zeros(3, *shape)).shape == (3, 10)
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", sorted(set(MODELS) - set(TEXT_MODELS)))
 def test_plain_sequential(name: str) -> None:
     plain = (nn.Flatten, nn.Linear, nn.ReLU, nn.Conv2d, nn.MaxPool2d)
     module = build_model(name, (1, 28, 28), 10, seed=0)

@@ -17,6 +17,7 @@ from peer.learning.partition import (
     PeerData,
     apportion,
     deal,
+    permute_labels,
     pool_indices,
     rotate,
     swap_labels,
@@ -135,7 +136,7 @@ def test_rotation(clusters: int, turns: list[int]) -> None:
     counter_clockwise = [[[1, 2], [3, 4]], [[2, 4], [1, 3]], [[4, 3], [2, 1]], [[3, 1], [4, 2]]]
     y = np.array([5])
     for number, turn in enumerate(turns):
-        rotated, labels = rotate(x, y, Cluster(number, clusters, 10))
+        rotated, labels = rotate(x, y, Cluster(number, clusters, 10, 0))
         assert rotated[0, 0].tolist() == counter_clockwise[turn]
         assert labels.tolist() == [5]
     assert x[0, 0].tolist() == [[1, 2], [3, 4]]
@@ -151,8 +152,46 @@ def test_label_swap(clusters: int, pairs: list[tuple[int, ...]]) -> None:
         expected = list(range(10))
         if pair:
             expected[pair[0]], expected[pair[1]] = pair[1], pair[0]
-        assert swap_labels(x, y, Cluster(number, clusters, 10))[1].tolist() == expected
+        assert swap_labels(x, y, Cluster(number, clusters, 10, 0))[1].tolist() == expected
     assert y.tolist() == list(range(10))
+
+
+def test_label_permutation() -> None:
+    """The k-th cluster's is the permutation that numpy draws of (seed, k, purpose 16)."""
+    x, y = np.zeros((10, 3)), np.arange(10)
+    for number in range(5):
+        entropy = np.random.SeedSequence((11, number + 1, 0, 16))
+        expected = np.random.Generator(np.random.PCG64(entropy)).permutation(10)
+        named = permute_labels(x, y, Cluster(number, 5, 10, 11))[1]
+        assert named.tolist() == expected.tolist()
+        assert sorted(named.tolist()) == list(range(10))
+    assert y.tolist() == list(range(10))
+    own = [
+        deal(numbered(), plan(kind="label-permutation", clusters=5), i, own=True) for i in (0, 1)
+    ]
+    assert (
+        own[0].train_y[:10].tolist()
+        == own[0].test_y[:10].tolist()
+        == [2, 9, 8, 0, 5, 4, 3, 1, 7, 6]
+    )
+    assert (
+        own[1].train_y[:10].tolist() == own[1].test_y[:10].tolist() != own[0].test_y[:10].tolist()
+    )
+
+
+def test_words_are_dealt_as_often_as_they_occur() -> None:
+    """Of classes every one would be as frequent in a share of given size, however rare it is."""
+    y = np.repeat([1, 2], [900, 100])
+    x = np.arange(3000, dtype=np.int32).reshape(1000, 3) % 3
+    text = Dataset(x, y, x, y, 3, (3,), scale=0.5)
+    shares = [deal(text, plan(train_per_peer=200, test_per_peer=100), i, own=False) for i in (0, 1)]
+    for data in shares:
+        assert data.train_x.dtype == np.int32
+        assert data.train_x.max() == 2
+        assert 10 <= (data.train_y == 2).sum() <= 30
+        assert 2 <= (data.test_y == 2).sum() <= 20
+    with pytest.raises(UserError, match="needs classes"):
+        deal(text, plan(skew="dirichlet"), 0, own=False)
 
 
 def test_train_and_test_are_transformed_alike() -> None:
