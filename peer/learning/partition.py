@@ -46,7 +46,7 @@ def deal(dataset: Dataset, plan: Plan, index: int, *, own: bool) -> PeerData:
     if own and plan.partition.kind != "natural":
         train, test = np.arange(len(dataset.train_y)), np.arange(len(dataset.test_y))
     else:
-        train, test = share(dataset, plan, index)
+        train, test = Dealer(dataset, plan).share(index)
     transform = TRANSFORMS[plan.partition.kind]
     cluster = Cluster.of(plan, plan.cluster_of(index), dataset.classes)
 
@@ -71,21 +71,60 @@ def blank_inputs(count: int, shape: tuple[int, ...], *, text: bool) -> Array:
     return np.zeros((count, *shape), dtype=np.int32 if text else np.float32)
 
 
-def share(dataset: Dataset, plan: Plan, index: int) -> tuple[Indices, Indices]:
-    """Return which training and which test samples of a data set peer `index` gets.
+class Dealer:
+    """Says which training and which test samples of a data set each peer of a plan gets.
 
     Of a natural partition, peer i gets its part of group i mod K, train and test, and nothing of
-    the others. Raises UserError when the data set has no such groups, or too few samples.
+    the others. What the peers of a group have in common, the shuffled samples above all, is
+    computed once.
     """
-    train_y, test_y = dataset.train_y, dataset.test_y
-    if is_text(dataset.train_x):
-        if plan.partition.skew == "dirichlet":
-            raise UserError("the skew dirichlet needs classes: a text has words")
-        # [choice] Words are dealt as often as they occur, for that is what a model of them learns.
-        train_y, test_y = np.zeros_like(train_y), np.zeros_like(test_y)
-    if plan.partition.kind != "natural":
-        everyone = Hand(plan, plan.n, index)
-        return train_indices(train_y, everyone), _tested(test_y, everyone)
+
+    def __init__(self, dataset: Dataset, plan: Plan) -> None:
+        """Raises UserError when the data have not the groups of a natural partition."""
+        self._dataset = dataset
+        self._plan = plan
+        self._train_y, self._test_y = dataset.train_y, dataset.test_y
+        if is_text(dataset.train_x):
+            if plan.partition.skew == "dirichlet":
+                raise UserError("the skew dirichlet needs classes: a text has words")
+            # [choice] Words are dealt as often as they occur: that is what a model of them learns.
+            self._train_y, self._test_y = map(np.zeros_like, (self._train_y, self._test_y))
+        if plan.partition.kind == "natural":
+            _check_groups(dataset, plan)
+        self._decks: dict[int, tuple[Deal, Deal]] = {}
+
+    def share(self, index: int) -> tuple[Indices, Indices]:
+        """Return the training and the test samples of peer `index`.
+
+        Raises UserError when there are too few.
+        """
+        natural = self._plan.partition.kind == "natural"
+        group, rank = divmod(index, self._plan.partition.clusters)[::-1] if natural else (0, index)
+        if group not in self._decks:
+            self._decks[group] = self._group(group) if natural else self._everyone()
+        train, test = self._decks[group]
+        return train(rank), test(rank)
+
+    def _everyone(self) -> tuple[Deal, Deal]:
+        plan = self._plan
+        return deal_training(self._train_y, plan, plan.n), _deal_tests(self._test_y, plan, plan.n)
+
+    def _group(self, group: int) -> tuple[Deal, Deal]:
+        """Return the deal of one group's samples to its members."""
+        plan, dataset = self._plan, self._dataset
+        members = len(range(group, plan.n, plan.partition.clusters))
+        train, test = (
+            np.flatnonzero(numbers == group)
+            for numbers in (dataset.train_group, dataset.test_group)
+        )
+        if not len(test):
+            raise UserError(f"the group {dataset.groups[group]!r} has no sample to test on")
+        train_of = deal_training(self._train_y[train], plan, members)
+        test_of = _deal_tests(self._test_y[test], plan, members)
+        return lambda rank: train[train_of(rank)], lambda rank: test[test_of(rank)]
+
+
+def _check_groups(dataset: Dataset, plan: Plan) -> None:
     k, found = plan.partition.clusters, len(dataset.groups)
     if dataset.train_group is None or dataset.test_group is None:
         raise UserError(
@@ -94,47 +133,27 @@ def share(dataset: Dataset, plan: Plan, index: int) -> tuple[Indices, Indices]:
         )
     if found != k:
         raise UserError(f"the data have {found} groups, but partition.clusters = {k}")
-    group, rank = plan.cluster_of(index), index // k
-    members = Hand(plan, len(range(group, plan.n, k)), rank)
-    train = np.flatnonzero(dataset.train_group == group)
-    test = np.flatnonzero(dataset.test_group == group)
-    if not len(test):
-        raise UserError(f"the group {dataset.groups[group]!r} has no sample to test on")
-    return (
-        train[train_indices(train_y[train], members)],
-        test[_tested(test_y[test], members)],
-    )
 
 
-@dataclass(frozen=True)
-class Hand:
-    """Whose samples are dealt: number `index` of `n` peers that share a set of samples."""
-
-    plan: Plan
-    n: int
-    index: int
-
-    def proportions(self, size: int) -> npt.NDArray[np.float64]:
-        """Return Dirichlet draws [n, size], the same at every peer."""
-        rng = generator(self.plan.seed, Purpose.SKEW)
-        return rng.dirichlet(np.full(size, self.plan.partition.concentration), size=self.n)
+Deal = Callable[[int], Indices]
+"""The number of one of the peers that share a set of samples -> those that it gets."""
 
 
-def train_indices(y: Labels, hand: Hand) -> Indices:
-    """Return which of the training samples of labels `y` [m], shared by `hand.n`, are one's own.
+def deal_training(y: Labels, plan: Plan, n: int) -> Deal:
+    """Return the deal of the training samples of labels `y` [m] to `n` peers.
 
     Raises UserError when they are too few.
     """
-    if len(y) < hand.n and hand.plan.partition.train_per_peer is None:
+    if len(y) < n and plan.partition.train_per_peer is None:
         raise UserError(
-            f"{len(y)} training samples are too few for {hand.n} peers",
+            f"{len(y)} training samples are too few for {n} peers",
             "set partition.train_per_peer: peers then share samples",
         )
-    piles = _shuffled_by_class(y, generator(hand.plan.seed, Purpose.PARTITION))
-    return SKEWS[hand.plan.partition.skew](piles, hand)
+    piles = _shuffled_by_class(y, generator(plan.seed, Purpose.PARTITION))
+    return SKEWS[plan.partition.skew](piles, plan, n)
 
 
-def balanced(piles: list[Indices], hand: Hand) -> Indices:
+def balanced(piles: list[Indices], plan: Plan, n: int) -> Deal:
     """Equal shares of every class.
 
     With `train_per_peer`, the federation's samples are numbered through, class after class in turn,
@@ -142,45 +161,52 @@ def balanced(piles: list[Indices], hand: Hand) -> Indices:
     peers share one while the class lasts. Without, every class is dealt like cards, m // n samples
     a peer, and no sample twice: class-balanced as far as the data are.
     """
-    count = hand.plan.partition.train_per_peer
-    if count is None:
-        everything = np.concatenate(piles)
-        return everything[hand.index :: hand.n][: len(everything) // hand.n]
-    return _numbered_through(piles, hand.index * count, count)
+    count = plan.partition.train_per_peer
+    if count is not None:
+        return lambda index: _numbered_through(piles, index * count, count)
+    everything = np.concatenate(piles)
+    return lambda index: everything[index::n][: len(everything) // n]
 
 
-def dirichlet(piles: list[Indices], hand: Hand) -> Indices:
+def dirichlet(piles: list[Indices], plan: Plan, n: int) -> Deal:
     """Label skew: a share of the usual size, its classes in proportions q_i ~ Dir(concentration).
 
     T.-M. H. Hsu, H. Qi, M. Brown, "Measuring the effects of non-identical data distribution for
     federated visual classification", 2019. Peers take the samples of a class one after the other,
     so that no two share one while the class lasts.
     """
-    size = hand.plan.partition.train_per_peer or sum(map(len, piles)) // hand.n
-    counts = np.array([apportion(q, size) for q in hand.proportions(len(piles))])
-    starts = counts[: hand.index].sum(axis=0)
-    return _from_piles(piles, starts, counts[hand.index])
+    size = plan.partition.train_per_peer or sum(map(len, piles)) // n
+    counts = np.array([apportion(q, size) for q in _proportions(plan, n, len(piles))])
+    starts = counts.cumsum(axis=0) - counts
+    return lambda index: _from_piles(piles, starts[index], counts[index])
 
 
-def quantity(piles: list[Indices], hand: Hand) -> Indices:
+def quantity(piles: list[Indices], plan: Plan, n: int) -> Deal:
     """Quantity skew: class-balanced shares of sizes ~ Dir(concentration).
 
     [choice] Each has one sample of each class at least; together they are as large as equal ones.
     """
-    size = hand.plan.partition.train_per_peer or sum(map(len, piles)) // hand.n
+    size = plan.partition.train_per_peer or sum(map(len, piles)) // n
     least = min(len(piles), size)
-    proportions = generator(hand.plan.seed, Purpose.SKEW).dirichlet(
-        np.full(hand.n, hand.plan.partition.concentration)
+    proportions = generator(plan.seed, Purpose.SKEW).dirichlet(
+        np.full(n, plan.partition.concentration)
     )
-    sizes = least + apportion(proportions, (size - least) * hand.n)
-    return _numbered_through(piles, int(sizes[: hand.index].sum()), int(sizes[hand.index]))
+    sizes = least + apportion(proportions, (size - least) * n)
+    starts = sizes.cumsum() - sizes
+    return lambda index: _numbered_through(piles, int(starts[index]), int(sizes[index]))
 
 
-Skew = Callable[[list[Indices], Hand], Indices]
-"""Shuffled indices of each class -> those of one peer."""
+Skew = Callable[[list[Indices], Plan, int], Deal]
+"""Shuffled indices of each class, the plan, and how many peers share them -> their deal."""
 
 SKEWS: dict[str, Skew] = {"none": balanced, "dirichlet": dirichlet, "quantity": quantity}
 """How shares differ, by the skew's name in a plan."""
+
+
+def _proportions(plan: Plan, n: int, size: int) -> npt.NDArray[np.float64]:
+    """Return Dirichlet draws [n, size], the same at every peer."""
+    rng = generator(plan.seed, Purpose.SKEW)
+    return rng.dirichlet(np.full(size, plan.partition.concentration), size=n)
 
 
 def apportion(proportions: npt.NDArray[np.float64], total: int) -> Indices:
@@ -198,7 +224,11 @@ def apportion(proportions: npt.NDArray[np.float64], total: int) -> Indices:
 def _numbered_through(piles: list[Indices], start: int, count: int) -> Indices:
     """Return samples start to start + count - 1, numbered through class after class in turn."""
     turns, classes = np.divmod(np.arange(start, start + count), len(piles))
-    return np.array([_nth(piles[c], i) for i, c in zip(turns, classes, strict=True)])
+    chosen = np.empty(count, dtype=np.int64)
+    for c, pile in enumerate(piles):
+        own = classes == c
+        chosen[own] = _nth(pile, turns[own])
+    return chosen
 
 
 def _from_piles(piles: list[Indices], starts: Indices, counts: Indices) -> Indices:
@@ -215,18 +245,20 @@ def _nth(pile: Indices, place: Any) -> Any:
     return pile[place % len(pile)]
 
 
-def _tested(y: Labels, hand: Hand) -> Indices:
-    """Return which test samples of labels `y` [m] a peer gets.
+def _deal_tests(y: Labels, plan: Plan, n: int) -> Deal:
+    """Return the deal of test samples of labels `y` [m] to `n` peers.
 
     [choice] With label skew, test_per_peer of its own proportions, so that a peer is judged by what
     it has to do with; else the pool, the same for all.
     """
-    if hand.plan.partition.skew != "dirichlet":
-        return pool_indices(y, hand.plan)
-    piles = _shuffled_by_class(y, generator(hand.plan.seed, Purpose.TEST_SPLIT))
-    q = hand.proportions(len(piles))[hand.index]
-    counts = apportion(q, min(hand.plan.partition.test_per_peer, len(y)))
-    return _from_piles(piles, np.zeros_like(counts), counts)
+    if plan.partition.skew != "dirichlet":
+        pool = pool_indices(y, plan)
+        return lambda _index: pool
+    piles = _shuffled_by_class(y, generator(plan.seed, Purpose.TEST_SPLIT))
+    size = min(plan.partition.test_per_peer, len(y))
+    counts = [apportion(q, size) for q in _proportions(plan, n, len(piles))]
+    first = np.zeros(len(piles), dtype=np.int64)
+    return lambda index: _from_piles(piles, first, counts[index])
 
 
 def pool_indices(y: Labels, plan: Plan) -> Indices:

@@ -21,8 +21,8 @@ import numpy.typing as npt
 from peer.learning.partition import (
     TRANSFORMS,
     Cluster,
+    Dealer,
     PeerData,
-    share,
     to_inputs,
 )
 from peer.learning.sources import Dataset
@@ -123,7 +123,8 @@ class Shares:
     def deal(cls, dataset: Dataset, plan: Plan) -> Shares:
         """Deal the data set to all peers. Raises UserError when it does not fit the partition."""
         clusters = [plan.cluster_of(index) for index in range(plan.n)]
-        train, test = zip(*(share(dataset, plan, i) for i in range(plan.n)), strict=True)
+        dealer = Dealer(dataset, plan)
+        train, test = zip(*map(dealer.share, range(plan.n)), strict=True)
         count = plan.partition.clusters
         return cls(
             dataset, plan, Split.gather(train, clusters, count), Split.gather(test, clusters, count)

@@ -22,6 +22,7 @@ from peer.errors import FederationError, UserError
 from peer.learning.build import make_learner, prepare
 from peer.learning.models import MODELS
 from peer.learning.names import TEXT_MODELS
+from peer.learning.partition import Dealer
 from peer.plan import Plan
 from simulations.engine.laboratory import Laboratory
 from simulations.engine.workers import Engine
@@ -124,17 +125,14 @@ class Failing(nn.Module):
 @pytest.mark.parametrize("name", ["uneven_factory", "norm_factory"])
 def test_uneven_data_dropout_and_batch_norm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients with other numbers of samples, and of batches, train side by side."""
-    from peer.learning import partition
-
-    dealt = partition.share
+    dealt = Dealer.share
     lengths = [70, 41, 63, 8, 70, 40, 41, 22]
 
-    def uneven(dataset: Any, plan: Plan, index: int) -> Any:
-        train, test = dealt(dataset, plan, index)
+    def uneven(dealer: Dealer, index: int) -> Any:
+        train, test = dealt(dealer, index)
         return train[: lengths[index]], test[: 300 - 10 * (index // 3)]
 
-    monkeypatch.setattr(partition, "share", uneven)
-    monkeypatch.setattr("simulations.engine.shares.share", uneven)
+    monkeypatch.setattr(Dealer, "share", uneven)
     plan = make_plan(model="custom", training={"epochs": 2})
     path = f"{__name__}:{name}"
     with Engine(plan, model=path, workers=HERE) as engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,19 @@ from hypothesis import strategies as st
 from peer.errors import UserError
 from peer.learning.partition import (
     Cluster,
-    Hand,
+    Dealer,
     PeerData,
     apportion,
     deal,
+    deal_training,
     permute_labels,
     pool_indices,
     rotate,
     swap_labels,
-    train_indices,
 )
 from peer.learning.sources import Dataset, load_dataset
 from peer.plan import PartitionPlan, Plan
+from peer.randomness import Purpose, generator
 
 
 def numbered(train: int = 200, test: int = 60, classes: int = 10, side: int = 4) -> Dataset:
@@ -43,7 +45,7 @@ def plan(n: int = 4, **partition: Any) -> Plan:
 
 
 def dealt(y: Any, plan: Plan, index: int) -> Any:
-    return train_indices(y, Hand(plan, plan.n, index))
+    return deal_training(y, plan, plan.n)(index)
 
 
 def numbers(data: PeerData) -> list[int]:
@@ -123,6 +125,41 @@ def test_own_data_are_all_used_and_still_transformed() -> None:
     assert len(data.train_y) == 200
     assert data.train_y[:10].tolist() == [0, 1, 2, 3, 4, 5, 7, 6, 8, 9]
     assert numbers(data)[:3] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("skew", "count", "digest"),
+    [
+        ("none", None, "da6e0b70813bda6d"),
+        ("none", 30, "ea531bb3ef62be54"),
+        ("dirichlet", 30, "8dcc42effde497d6"),
+        ("quantity", 30, "8ba833b516282906"),
+    ],
+)
+def test_peers_of_any_version_deal_alike(skew: Any, count: int | None, digest: str) -> None:
+    """Every peer deals for itself: a device that was updated must not hold others' samples."""
+    dealer = Dealer(numbered(), plan(6, skew=skew, train_per_peer=count, test_per_peer=20))
+    sha = hashlib.sha256()
+    for index in range(6):
+        for part in dealer.share(index):
+            sha.update(part.astype("<i8").tobytes())
+    assert sha.hexdigest()[:16] == digest
+
+
+def test_samples_are_shuffled_once_for_all_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws: list[Purpose] = []
+
+    def counting(seed: int, purpose: Purpose, **place: int) -> np.random.Generator:
+        draws.append(purpose)
+        return generator(seed, purpose, **place)
+
+    monkeypatch.setattr("peer.learning.partition.generator", counting)
+    for skew, extra in (("none", []), ("dirichlet", [Purpose.SKEW] * 2)):
+        dealer = Dealer(numbered(), plan(20, skew=skew, train_per_peer=30))
+        for index in range(20):
+            dealer.share(index)
+        assert sorted(draws) == sorted([Purpose.PARTITION, Purpose.TEST_SPLIT, *extra])
+        draws.clear()
 
 
 def test_scaling() -> None:
