@@ -52,7 +52,8 @@ def bootstrap(
     state: Annotated[
         Path | None,
         typer.Option(
-            help="Directory that keeps indices across restarts.", envvar="PANMESH_BOOTSTRAP_STATE"
+            help="Directory that keeps indices, and what a coordinator knows, across restarts.",
+            envvar="PANMESH_BOOTSTRAP_STATE",
         ),
     ] = None,
     reclaim_after: Annotated[
@@ -81,7 +82,7 @@ def bootstrap(
         LogForm, typer.Option(help="Form of the log lines.", envvar="PANMESH_BOOTSTRAP_LOG")
     ] = LogForm.TEXT,
 ) -> None:
-    """Serve a plan to those who join, and tell them of each other."""
+    """Serve a plan to those who join, and tell them of each other; coordinate central methods."""
     if context.invoked_subcommand is not None:
         return
     if plan is None:
@@ -90,7 +91,7 @@ def bootstrap(
     for module in imports or []:
         import_module(module, "--import")
     served = Plan.load(plan)
-    check_plan(served)
+    check_plan(served, central=True)
     node = BootstrapNode(
         served,
         listen=listen,

@@ -1,6 +1,7 @@
 """The bootstrap node: answers those who join, and keeps a list of who is there.
 
-It is needed only to meet. Peers go on without it, and find it again when it is back.
+Peers among themselves need it only to meet: they go on without it, and find it again when it is
+back. Of a central method it is the coordinator, too, and peers wait for it.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import zmq.asyncio
 
 from bootstrap.registry import Registry
-from peer.errors import RefusedError, UserError
+from peer.errors import RefusedError, UserError, first_failure
+from peer.matching.registry import CENTRAL
 from peer.network.messages import (
     MAX_PLAN,
     Announce,
     Done,
     Enrol,
     Enrolled,
+    Fetch,
     Known,
     Leave,
     Members,
@@ -31,6 +34,7 @@ from peer.network.messages import (
     Pong,
     Reason,
     Reply,
+    Report,
     Request,
     State,
     Update,
@@ -39,6 +43,9 @@ from peer.network.messages import (
 from peer.network.traffic import Traffic
 from peer.network.transport import Buffer, Transport
 from peer.plan import Plan
+
+if TYPE_CHECKING:
+    from bootstrap.coordinator import Coordinator
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +77,9 @@ class BootstrapNode:
 
     Args:
         plan: what the federation runs.
-        listen: HOST:PORT; port 0 takes any free one.
-        state: directory that keeps the registry across restarts; None keeps nothing.
+        listen: HOST:PORT; port 0 takes any free one. A coordinator takes the next port, too.
+        state: directory that keeps across restarts the registry, and what a coordinator knows; None
+            keeps nothing.
         reclaim_after: seconds after which the index of a peer that was not seen can be given to
             another, when none is free.
         exit_when_done: whether `serve` returns once all n peers have finished their last round.
@@ -110,8 +118,9 @@ class BootstrapNode:
             handler=self._handle,
             traffic=self.traffic,
             context=context,
-            data=False,
+            data=plan.method in CENTRAL,
         )
+        self._coordinator: Coordinator | None = None
         self._turn = 0
         self._handlers: dict[type[Request], Callable[[Any], Reply]] = {
             Enrol: self._enrol,
@@ -134,6 +143,8 @@ class BootstrapNode:
                 self._registry.save(self._state)
             except OSError as error:
                 raise UserError(f"cannot write to {self._state}: {error.strerror}") from None
+        if self.plan.method in CENTRAL:
+            self._coordinator = self._coordinate()
         await self._transport.__aenter__()
         self._transport.introduce(sender="", plan=self._digest)
         log.info(
@@ -153,11 +164,35 @@ class BootstrapNode:
     ) -> None:
         await self._transport.__aexit__(kind, error, traceback)
 
+    def _coordinate(self) -> Coordinator:
+        # Not otherwise: a node that is only met at needs neither numpy nor scipy.
+        from bootstrap.coordinator import Coordinator
+
+        if self._state is None:
+            log.warning("without --state, all that is learned is lost when this node ends")
+        return Coordinator(
+            self.plan,
+            transport=self._transport,
+            present=self._present,
+            lost=self._lose,
+            state=self._state,
+            clock=self._clock,
+        )
+
     async def serve(self) -> None:
-        """Serve until cancelled, or until all are done if that was asked for."""
-        while not (self._exit_when_done and self.done):
-            await asyncio.sleep(SWEEP)
-            self._sweep()
+        """Serve, and coordinate, until cancelled, or until all are done if that was asked for."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                coordinating = None
+                if self._coordinator is not None:
+                    coordinating = group.create_task(self._coordinator.run(), name="coordinate")
+                while not (self._exit_when_done and self.done):
+                    await asyncio.sleep(SWEEP)
+                    self._sweep()
+                if coordinating is not None:
+                    coordinating.cancel()
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
         log.info("all %d peers are done", self.plan.n)
 
     @property
@@ -171,16 +206,33 @@ class BootstrapNode:
         oldest = self._clock() - LOST_AFTER
         for index, guest in self.guests.items():
             if guest.present and guest.seen < oldest:
-                guest.update = guest.update.model_copy(update={"state": State.DEAD})
-                self._tell("lost", index)
+                self._lose(index)
+
+    def _present(self, index: int) -> str | None:
+        """Return the id of the peer that is present by an index."""
+        guest = self.guests.get(index)
+        return guest.update.record.peer if guest is not None and guest.present else None
+
+    def _lose(self, index: int) -> None:
+        """Count a peer as present no more, until it announces itself again."""
+        guest = self.guests[index]
+        if guest.present:
+            guest.update = guest.update.model_copy(update={"state": State.DEAD})
+            self._tell("lost", index)
 
     async def _handle(self, request: Request) -> tuple[Reply, Sequence[Buffer]]:
         """Answer one request. Raises RefusedError."""
+        if request.plan != self._digest and not isinstance(request, Enrol):
+            raise RefusedError(Reason.PLAN_MISMATCH, f"the plan here is {self._digest}")
+        if self._coordinator is not None and isinstance(request, Fetch):
+            return await self._coordinator.fetch(request)
+        if self._coordinator is not None and isinstance(request, Report):
+            self._note(request.sender, request.update)
+            self._save()
+            return await self._coordinator.report(request)
         handler = self._handlers.get(type(request))
         if handler is None:
             raise RefusedError(Reason.BAD_REQUEST, f"no {request.kind} here")
-        if request.plan != self._digest and not isinstance(request, Enrol):
-            raise RefusedError(Reason.PLAN_MISMATCH, f"the plan here is {self._digest}")
         reply = handler(request)
         self._save()
         return reply, ()
@@ -201,10 +253,15 @@ class BootstrapNode:
         return Enrolled(index=index, toml=self._toml)
 
     def _announce(self, request: Announce) -> Reply:
-        record = request.update.record
-        self._check_own(request.sender, request.update)
+        self._note(request.sender, request.update)
+        return self._known(to=request.sender)
+
+    def _note(self, sender: str, said: Update) -> None:
+        """Take in what a peer says of itself. Raises RefusedError."""
+        record = said.record
+        self._check_own(sender, said)
         self._registry.announce(record, self._clock())
-        update = request.update.model_copy(update={"state": State.ALIVE})
+        update = said.model_copy(update={"state": State.ALIVE})
         before = self.guests.get(record.index)
         if before is not None and before.update.record.peer != record.peer:
             before = None
@@ -213,7 +270,6 @@ class BootstrapNode:
             self._tell("joined" if before is None else "returned", record.index)
         if update.status.done and not (before is not None and before.update.status.done):
             self._tell("finished", record.index)
-        return self._known(to=record.peer)
 
     def _members(self, request: Members) -> Reply:
         return self._known(to=request.sender)

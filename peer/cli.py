@@ -76,6 +76,10 @@ def run(
     advertise: Annotated[
         str | None, typer.Option(help="What others dial; auto finds it.", metavar="HOST[:PORT]")
     ] = None,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option("--secret", help="File with the secret by which updates are permuted."),
+    ] = None,
     replicas: Annotated[int | None, typer.Option(help="Peers in this process.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of one training step.")] = None,

@@ -59,3 +59,16 @@ class StateError(PanmeshError):
 
 class FederationError(PanmeshError):
     """A process of a federation failed, or did not end in time; ends with the tail of its log."""
+
+
+def first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the failure to report: a person's mistake before anything else."""
+    flat: list[BaseException] = []
+    pending: list[BaseException] = [failures]
+    while pending:
+        failure = pending.pop()
+        if isinstance(failure, BaseExceptionGroup):
+            pending.extend(failure.exceptions)
+        else:
+            flat.append(failure)
+    return min(flat, key=lambda failure: not isinstance(failure, UserError | StateError))

@@ -17,7 +17,8 @@ from typing import Any
 import zmq.asyncio
 
 from peer.display import log_fields
-from peer.node import LearnerFactory, Peer, first_failure
+from peer.errors import first_failure
+from peer.node import LearnerFactory, Peer
 from peer.plan import Plan
 from peer.rounds import Result
 from peer.rundir import MetricRow

@@ -19,14 +19,17 @@ from typing import Any, TypeVar
 
 import zmq.asyncio
 
-from peer.errors import PanmeshError, RefusedError, StateError, UserError
+from peer.coordinated import Coordinated
+from peer.errors import PanmeshError, RefusedError, StateError, UserError, first_failure
 from peer.learning.learner import Learner
+from peer.matching.registry import CENTRAL
 from peer.memory import torch_without_tracing
-from peer.network.address import facing
+from peer.network.address import dial_address, facing
 from peer.network.messages import PeerRecord, Reason, Reply, Request
 from peer.network.swarm import Swarm, enrol
 from peer.network.traffic import Traffic
 from peer.network.transport import Buffer, Transport
+from peer.permutation import Permutation
 from peer.plan import Plan
 from peer.randomness import Purpose, generator
 from peer.rounds import Result, Rounds
@@ -78,7 +81,7 @@ class Peer:
         self._worker = worker or ThreadPoolExecutor(1, thread_name_prefix="train")
         self._context = context
         self._traffic = Traffic()
-        self._rounds: Rounds | None = None
+        self._rounds: Rounds | Coordinated | None = None
 
     async def run(self) -> Result:
         """Join, learn to the last round, serve on until the others are done, and leave.
@@ -101,6 +104,7 @@ class Peer:
                 if self._on_listening is not None:
                     self._on_listening(transport.control)
                 plan, index = await self._enrol(transport, identity, checkpoint)
+                self._check_central(plan)
                 _check_checkpoint(checkpoint, plan, index, settings.state)
                 if checkpoint is not None and checkpoint.t >= plan.rounds:
                     log.info("already finished: round %d of %d", checkpoint.t, plan.rounds)
@@ -135,23 +139,66 @@ class Peer:
                     remembered=state.remembered(),
                     rng=generator(identity.incarnation, Purpose.TOPOLOGY, index=index),
                 )
-                self._rounds = Rounds(
+                self._rounds = self._make_rounds(
                     plan=plan,
                     index=index,
                     learner=learner,
                     state=state,
                     swarm=swarm,
                     transport=transport,
-                    traffic=self._traffic,
-                    in_worker=self._in_worker,
-                    on_round=self._on_round,
                 )
                 return await self._live(swarm, self._rounds, state, checkpoint)
+
+    def _make_rounds(
+        self,
+        *,
+        plan: Plan,
+        index: int,
+        learner: Learner,
+        state: StateDirectory,
+        swarm: Swarm,
+        transport: Transport,
+    ) -> Rounds | Coordinated:
+        """Return the rounds of the plan's method. Raises UserError for a secret of no use."""
+        common: dict[str, Any] = {
+            "plan": plan,
+            "index": index,
+            "learner": learner,
+            "state": state,
+            "swarm": swarm,
+            "transport": transport,
+            "traffic": self._traffic,
+            "in_worker": self._in_worker,
+            "on_round": self._on_round,
+        }
+        if plan.method not in CENTRAL:
+            return Rounds(**common)
+        permutation, secret = None, self._settings.shared_secret()
+        if plan.permutes and secret is not None:
+            permutation = Permutation(secret, plan.digest, learner.manifest)
+        return Coordinated(
+            **common,
+            coordinator=dial_address(self._settings.bootstrap[0]),
+            permutation=permutation,
+        )
+
+    def _check_central(self, plan: Plan) -> None:
+        """Raise UserError when a central method lacks its coordinator or its secret here."""
+        if plan.method in CENTRAL and len(self._settings.bootstrap) != 1:
+            raise UserError(
+                f"the method {plan.method} has one coordinator",
+                "start bootstrap --plan FILE, and every peer with its --bootstrap HOST:PORT",
+            )
+        if plan.permutes and self._settings.shared_secret() is None:
+            raise UserError(
+                "the plan permutes updates by a secret, which this peer has not been given",
+                "give every peer, and never the coordinator, the same --secret FILE",
+            )
 
     async def _live(
         self,
         swarm: Swarm,
-        rounds: Rounds,
+        rounds: Rounds | Coordinated,
         state: StateDirectory,
         checkpoint: Checkpoint | None,
     ) -> Result:
@@ -249,13 +296,13 @@ class Peer:
         return await self._rounds.handle(request)
 
 
-async def _report_health(state: StateDirectory, swarm: Swarm, rounds: Rounds) -> None:
+async def _report_health(state: StateDirectory, swarm: Swarm, rounds: Rounds | Coordinated) -> None:
     """Keep a health file fresh: its age tells whether the event loop runs."""
     while True:
         report = {
             "time": time.time(),
             "ready": bool(swarm.known(rounds.plan.rounds)),
-            "status": rounds.shelf.status.model_dump(),
+            "status": rounds.status.model_dump(),
         }
         # A slow disk must not delay answers to pings.
         await asyncio.to_thread(state.write_json, "health.json", report)
@@ -285,16 +332,3 @@ def _check_checkpoint(checkpoint: Checkpoint | None, plan: Plan, index: int, pat
         )
     if checkpoint.index != index:
         raise StateError(f"{path} belongs to peer {checkpoint.index}, this is {index}")
-
-
-def first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the failure to report: a person's mistake before anything else."""
-    flat: list[BaseException] = []
-    pending: list[BaseException] = [failures]
-    while pending:
-        failure = pending.pop()
-        if isinstance(failure, BaseExceptionGroup):
-            pending.extend(failure.exceptions)
-        else:
-            flat.append(failure)
-    return min(flat, key=lambda failure: not isinstance(failure, UserError | StateError))

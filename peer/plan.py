@@ -116,6 +116,12 @@ class CentralPlan(_Table):
         le=10_000,
         description="times that initial models are drawn anew until each is somebody's best",
     )
+    quorum: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="share of those asked whose answers suffice at a live round's deadline",
+    )
 
 
 class CflPlan(_Table):
@@ -285,6 +291,11 @@ class Plan(_Table):
     def c(self) -> int:
         """Number of models that IFCA keeps: the partition's clusters unless the plan says."""
         return self.central.clusters or self.partition.clusters
+
+    @property
+    def permutes(self) -> bool:
+        """Whether peers permute what they send to the coordinator."""
+        return self.method == "cfl" and self.cfl.permute
 
     @property
     def quorum(self) -> int:

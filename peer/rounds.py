@@ -9,33 +9,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import save
 
 from peer.aggregation import average, with_own_statistics
 from peer.errors import RefusedError, StateError, UserError
 from peer.exchange import Exchange, Received, Shelf
-from peer.files import write_atomically
+from peer.journal import Clock, Journal, OnRound
 from peer.learning.learner import Learner, Scores, Vector
 from peer.matching.base import Evidence, Matcher, MatcherSettings
 from peer.matching.registry import create_matcher
 from peer.matching.selection import draw
 from peer.matching.similarity import GradientEvidence, gradient_similarity, loss_similarity
-from peer.merit import precision, recall
 from peer.network.messages import Await, Probe, Pull, Reason, Reply, Request, Status
 from peer.network.swarm import Swarm
 from peer.network.traffic import Traffic
 from peer.network.transport import Buffer, Transport
 from peer.plan import Plan
 from peer.randomness import Purpose, generator
-from peer.rundir import MODELS, MetricRow, RunWriter, Seconds, TopologyRow
 from peer.state import Checkpoint, StateDirectory
 
 log = logging.getLogger(__name__)
@@ -69,22 +65,6 @@ class Result:
         export_model(self.state, Path(out), form)
 
 
-@dataclass
-class _Clock:
-    """Seconds that the parts of a round take."""
-
-    started: float = field(default_factory=time.monotonic)
-    laps: dict[str, float] = field(default_factory=dict)
-
-    def lap(self, part: str) -> None:
-        """Book the time since the last lap under `part`."""
-        self.laps[part] = time.monotonic() - self.started - sum(self.laps.values())
-
-    def seconds(self) -> Seconds:
-        """Return the laps and the whole round."""
-        return Seconds(**self.laps, round=time.monotonic() - self.started)
-
-
 class Rounds:
     """The rounds of one peer whose sockets, plan and learner are ready."""
 
@@ -99,16 +79,14 @@ class Rounds:
         transport: Transport,
         traffic: Traffic,
         in_worker: Callable[..., Any],
-        on_round: Callable[[Plan, MetricRow], None] | None,
+        on_round: OnRound | None,
     ) -> None:
         self.plan = plan
         self.index = index
         self.learner = learner
         self.state = state
         self.swarm = swarm
-        self.traffic = traffic
         self._in_worker = in_worker
-        self._on_round = on_round
         self._initial = learner.initial()
         self._trainable = learner.manifest.trainable
         self.shelf = Shelf(plan.network.history)
@@ -121,19 +99,26 @@ class Rounds:
             trainable=self._trainable,
             samples=learner.samples,
         )
-        clusters = tuple(plan.cluster_of(i) for i in range(plan.n))
-        self._clusters = clusters
         self._matcher: Matcher = create_matcher(
             plan.method,
             MatcherSettings.from_plan(plan, index),
         )
-        self._writer = RunWriter(state.path, plan)
+        self._journal = Journal(
+            plan=plan,
+            index=index,
+            manifest=learner.manifest,
+            state=state,
+            traffic=traffic,
+            on_round=on_round,
+        )
         self._model = self._trained = self._initial
         self._scores = Scores(0.0, float("inf"))
-        self._before: dict[str, int] = {}
         self._notes: dict[str, Any] = {}
-        self._last: tuple[MetricRow, TopologyRow] | None = None
-        self._started = time.monotonic()
+
+    @property
+    def status(self) -> Status:
+        """How far this peer is."""
+        return self.shelf.status
 
     async def handle(self, request: Request) -> tuple[Reply, Sequence[Buffer]]:
         """Answer one request. Raises RefusedError."""
@@ -167,7 +152,7 @@ class Rounds:
         if checkpoint is not None:
             finished = checkpoint.t
             self._model = checkpoint.model
-            self._before = checkpoint.counters
+            self._journal.resume(checkpoint)
             self._restore(checkpoint)
             self.shelf.first = finished + 1
             await self._advance(Status(finished=finished))
@@ -287,7 +272,7 @@ class Rounds:
 
     async def _round(self, t: int) -> None:
         """Round t of Algorithm 1: train, publish, match, aggregate."""
-        clock = _Clock()
+        clock = Clock()
         known = self.swarm.known(t)
         rng = generator(self.plan.seed, Purpose.CANDIDATES, index=self.index, t=t)
         candidates = self._matcher.candidates(t, known, rng)
@@ -321,8 +306,18 @@ class Rounds:
         self._scores = await self._in_worker(self.learner.evaluate, self._model)
         clock.lap("evaluate")
         # The row first: a round whose row was not written is run again after a crash.
-        self._record(t, used, clock)
-        await self._in_worker(self._save, t)
+        self._journal.record(
+            t,
+            scores=self._scores,
+            neighbours=used,
+            bag=self._matcher.bag,
+            clock=clock,
+            notes=self._matcher.notes | self._notes,
+            late=self.exchange.tally.late,
+            missing=self.exchange.tally.missing,
+        )
+        self._notes = {}
+        await self._in_worker(self._journal.save, t, self._model, self._matcher.state())
         await self._advance(
             Status(
                 published=t,
@@ -392,53 +387,9 @@ class Rounds:
             return None
         return [float(self.learner.samples), *(float(item.samples) for item in received)]
 
-    def _save(self, t: int) -> None:
-        self.state.save(
-            Checkpoint(
-                plan=self.plan.digest,
-                index=self.index,
-                t=t,
-                model=self._model,
-                matcher=self._matcher.state(),
-                counters=self._counters(),
-            )
-        )
-
-    def _counters(self) -> dict[str, int]:
-        """Return cumulative bytes, those before the last restart included."""
-        now = self.traffic.totals()
-        return {name: count + self._before.get(name, 0) for name, count in now.items()}
-
     async def _advance(self, status: Status) -> None:
         await self.shelf.advance(status)
         self.swarm.set_status(status)
-
-    def _record(self, t: int, neighbours: list[int], clock: _Clock) -> None:
-        """Write the round's rows and tell whoever watches."""
-        bag = self._matcher.bag
-        # A method without a bag is judged by the neighbours it used.
-        judged = bag or frozenset(neighbours)
-        place = {"t": t, "index": self.index, "cluster": self._clusters[self.index]}
-        row = MetricRow(
-            **place,
-            accuracy=self._scores.accuracy,
-            loss=self._scores.loss,
-            precision=precision(judged, self.index, self._clusters),
-            recall=recall(judged, self.index, self._clusters),
-            bag_size=len(bag),
-            **self._counters(),
-            late=self.exchange.tally.late,
-            missing=self.exchange.tally.missing,
-            seconds=clock.seconds(),
-            time=time.time(),
-            notes=self._matcher.notes | self._notes,
-        )
-        choice = TopologyRow(**place, neighbours=neighbours, bag=sorted(bag))
-        self._writer.append(row, choice)
-        self._last = row, choice
-        self._notes = {}
-        if self._on_round is not None:
-            self._on_round(self.plan, row)
 
     async def _finish(self) -> None:
         """Write what the peer ends with, and serve on until the others are done."""
@@ -450,26 +401,12 @@ class Rounds:
                 accuracy=self._scores.accuracy,
             )
         )
-        self._write_model()
-        self._write_account()
+        self._journal.write_model(self._model)
+        self._journal.write_account()
         linger = self.plan.network.linger
         if not await self.exchange.wait_for_all(self.plan.rounds, linger):
             log.info("others are not done after %g s; leaving", linger)
-        self._write_account()
-
-    def _write_model(self) -> None:
-        """Write the final model by name."""
-        arrays = self.learner.manifest.unflatten(self._model)
-        path = self.state.path / MODELS / f"peer-{self.index:03}.safetensors"
-        write_atomically(path, save(arrays, metadata={"plan": self.plan.digest}))
-
-    def _write_account(self) -> None:
-        """Write traffic and summary; what was sent since the last round's row belongs to it."""
-        if self._last is not None:
-            row, choice = self._last
-            self._writer.append(row.model_copy(update=self._counters()), choice)
-        self._writer.write_traffic(self.traffic.snapshot())
-        self._writer.write_summary(wall_s=time.monotonic() - self._started)
+        self._journal.write_account()
 
 
 def _typical(rounds: Iterable[int]) -> int:

@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -61,6 +61,12 @@ class PeerSettings(BaseSettings):
         default=None,
         description="HOST or HOST:PORT that others dial; auto: the one that faces the bootstrap",
     )
+    secret_file: Path | None = Field(
+        default=None, description="file with the federation's secret, for plans that permute"
+    )
+    secret: SecretStr | None = Field(
+        default=None, description="the secret itself; rather not on a command line"
+    )
     replicas: int = Field(default=1, ge=1, le=1000, description="peers in this process")
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="where to train")
     threads: int = Field(default=1, ge=1, le=1024, description="threads of one training step")
@@ -107,6 +113,15 @@ class PeerSettings(BaseSettings):
         except ValidationError as error:
             raise UserError(f"settings: {describe(error)}", "peer config show lists them") from None
         return settings
+
+    def shared_secret(self) -> bytes | None:
+        """Return the federation's secret, None without one. Raises UserError for a file that
+        cannot be read or is too long."""
+        if self.secret_file is not None:
+            from peer.permutation import read_secret
+
+            return read_secret(self.secret_file)
+        return None if self.secret is None else self.secret.get_secret_value().encode()
 
     def replica(self, number: int) -> PeerSettings:
         """Return the settings of one of the process's replicas: own state, own ports, own index."""

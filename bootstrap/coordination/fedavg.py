@@ -7,10 +7,14 @@ of deep networks from decentralized data", 2017.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import TypeVar
 
 from peer.aggregation import Vector, average
 from peer.matching.selection import draw
 from peer.randomness import Purpose, generator
+
+Model = TypeVar("Model", bound=Vector | None)
+"""A model, or None where only the peers know it yet: their initial one."""
 
 
 def participants(known: Collection[int], fraction: float, seed: int, t: int) -> list[int]:
@@ -26,8 +30,8 @@ def participants(known: Collection[int], fraction: float, seed: int, t: int) -> 
 
 
 def aggregate(
-    model: Vector, received: Mapping[int, Vector], weights: Mapping[int, float] | None = None
-) -> Vector:
+    model: Model, received: Mapping[int, Vector], weights: Mapping[int, float] | None = None
+) -> Vector | Model:
     """Return the mean [e] of the models received, by peer; `model` itself when there are none.
 
     All count equally unless `weights` (sample counts, say) are given, one for every peer at least

@@ -1,26 +1,20 @@
 """A parameter tree on the disk: tensors as safetensors, everything else in one JSON file.
 
-Tensor files are named by the checksum of what they hold and never rewritten; `tree.json` names
-them and is replaced last. So at any moment, after a crash too, the directory holds the whole tree
-of one round.
+Tensors lie in `TensorFiles`; `tree.json` names them and is replaced last. So at any moment, after a
+crash too, the directory holds the whole tree of one round.
 """
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Annotated, Literal
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
+from bootstrap.coordination.tensor_files import TensorDigest, TensorFiles
 from bootstrap.coordination.tree import Edge, Node, ParameterTree
 from peer.errors import StateError
-from peer.files import remove_unfinished, write_atomically
-from peer.learning.learner import Vector
+from peer.files import write_atomically
 from peer.plan import MAX_PEERS
 
 TREE = "tree"
@@ -28,10 +22,7 @@ TREE = "tree"
 INDEX = "tree.json"
 MAX_INDEX = 256 * 2**20
 """Bytes of the largest index that is read."""
-_HEADER = 4096
-"""Bytes that a file of one tensor may have beside its values."""
 
-_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Peer = Annotated[int, Field(ge=0, lt=MAX_PEERS)]
 _Place = Annotated[int, Field(ge=0, lt=2 * MAX_PEERS)]
 _Count = Annotated[int, Field(ge=0)]
@@ -44,7 +35,7 @@ class _Record(BaseModel):
 
 class _EdgeRecord(_Record):
     members: tuple[_Peer, ...] = Field(min_length=1)
-    updates: _Digest
+    updates: TensorDigest
 
 
 class NodeRecord(_Record):
@@ -56,7 +47,7 @@ class NodeRecord(_Record):
     edge: _EdgeRecord | None
     children: tuple[_Place, _Place] | None
     proposals: tuple[tuple[tuple[_Peer, ...], tuple[_Peer, ...]], ...]
-    update: _Digest
+    update: TensorDigest
 
 
 class TreeRecord(_Record):
@@ -77,6 +68,7 @@ class TreeStore:
     def __init__(self, directory: Path, plan: str) -> None:
         self.directory = directory
         self._plan = plan
+        self._tensors = TensorFiles(directory)
         self._edges: dict[int, str] = {}  # an edge never changes: what it holds is hashed once
 
     def save(self, tree: ParameterTree, t: int) -> None:
@@ -92,7 +84,10 @@ class TreeStore:
                 nodes=tuple(self._write_node(v, node) for v, node in enumerate(tree.nodes)),
             )
             write_atomically(self.directory / INDEX, record.model_dump_json(indent=1))
-            self._sweep(record)
+            self._tensors.keep(
+                {node.update for node in record.nodes}
+                | {node.edge.updates for node in record.nodes if node.edge}
+            )
         except OSError as error:
             raise StateError(f"cannot write the tree {self.directory}: {error.strerror}") from None
 
@@ -118,7 +113,7 @@ class TreeStore:
         edge = None
         if node.edge is not None:
             if v not in self._edges:
-                self._edges[v] = self._write(node.edge.updates)
+                self._edges[v] = self._tensors.write(node.edge.updates)
             edge = _EdgeRecord(members=node.edge.members, updates=self._edges[v])
         return NodeRecord(
             t=node.t,
@@ -129,36 +124,16 @@ class TreeStore:
             proposals=tuple(
                 (tuple(sorted(first)), tuple(sorted(second))) for first, second in node.proposals
             ),
-            update=self._write(node.update),
+            update=self._tensors.write(node.update),
         )
-
-    def _write(self, values: npt.NDArray[np.float32]) -> str:
-        content = save({"values": np.ascontiguousarray(values)})
-        digest = hashlib.sha256(content).hexdigest()
-        path = self._file(digest)
-        if not path.exists():
-            write_atomically(path, content)
-        return digest
-
-    def _sweep(self, record: TreeRecord) -> None:
-        """Remove what earlier rounds needed alone."""
-        kept = {node.update for node in record.nodes}
-        kept |= {node.edge.updates for node in record.nodes if node.edge}
-        for path in self.directory.glob("*.safetensors"):
-            if path.stem not in kept:
-                path.unlink(missing_ok=True)
-        remove_unfinished(self.directory)
-
-    def _file(self, digest: str) -> Path:
-        return self.directory / f"{digest}.safetensors"
 
     def _read_node(self, record: NodeRecord, size: int, trainable: int) -> Node:
         edge = None
         if record.edge is not None:
             shape = (len(record.edge.members), trainable)
-            edge = Edge(record.edge.members, self._read(record.edge.updates, shape))
+            edge = Edge(record.edge.members, self._tensors.read(record.edge.updates, shape))
         return Node(
-            update=self._read(record.update, (size,)),
+            update=self._tensors.read(record.update, (size,)),
             t=record.t,
             largest=record.largest,
             parent=record.parent,
@@ -166,21 +141,6 @@ class TreeStore:
             children=record.children,
             proposals=[(frozenset(first), frozenset(second)) for first, second in record.proposals],
         )
-
-    def _read(self, digest: str, shape: tuple[int, ...]) -> Vector:
-        path, expected = self._file(digest), 4 * int(np.prod(shape, dtype=np.int64))
-        try:
-            if path.stat().st_size > expected + _HEADER:
-                raise StateError(f"{path} is larger than its {expected} bytes of values")
-            content = path.read_bytes()
-            values: Vector = load(content)["values"]
-        except (OSError, SafetensorError, KeyError, ValueError):
-            raise StateError(f"{path} is missing or damaged") from None
-        if hashlib.sha256(content).hexdigest() != digest:
-            raise StateError(f"{path} is damaged: its checksum differs")
-        if values.dtype != np.float32 or values.shape != shape or not np.isfinite(values).all():
-            raise StateError(f"{path} does not hold {shape} finite float32 values")
-        return values
 
 
 def read_index(path: Path) -> TreeRecord:

@@ -57,7 +57,7 @@ def check_method(name: str) -> None:
     if name in CENTRAL:
         raise UserError(
             f"the method {name} is central: peers cannot run it among themselves",
-            "it runs in the laboratory only: simulate run PLAN, simulate compare PLAN",
+            "start bootstrap --plan FILE, and every peer with its --bootstrap HOST:PORT",
         )
     names = sorted({*_BUILT_IN, *_methods})
     if name not in names:

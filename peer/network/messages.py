@@ -49,6 +49,8 @@ class Reason(StrEnum):
     VERSION = "version"
     PLAN_MISMATCH = "plan-mismatch"
     MODEL_MISMATCH = "model-mismatch"
+    PERMUTATION_MISMATCH = "permutation-mismatch"
+    BEHIND = "behind"
     INDEX_CLASH = "index-clash"
     INDEX_HELD = "index-held"
     FULL = "full"
@@ -107,6 +109,39 @@ class Update(_Part):
 
 
 Updates = Annotated[tuple[Update, ...], Field(max_length=MAX_UPDATES, strict=False)]
+
+
+class Work(StrEnum):
+    """What a central coordinator can ask of a peer.
+
+    draw: say which of the initial models of a draw is the best on your data. choose: the same of
+    the models of a version. train: train one of them, and keep the result to be fetched. close: the
+    round is over, take over your model.
+    """
+
+    DRAW = "draw"
+    CHOOSE = "choose"
+    TRAIN = "train"
+    CLOSE = "close"
+
+
+ModelNumber = Annotated[int, Field(ge=0, lt=2 * MAX_PEERS)]
+"""Number of a coordinator's model: of a node of the tree (cfl), of one of c models (ifca), or 0."""
+
+
+class Task(_Part):
+    """What a peer is to do in `round`, with the models that the coordinator has after round
+    `version`: with `model`, or with all where it is None.
+
+    A model that nobody has trained yet is not sent: it is the initial one of the `draw`, which all
+    peers can compute.
+    """
+
+    work: Annotated[Work, Field(strict=False)]
+    round: Round
+    version: Round
+    model: ModelNumber | None = None
+    draw: Annotated[int, Field(ge=0, le=10_000)] = 0
 
 
 class _Message(_Part):
@@ -238,6 +273,60 @@ class Reached(_Message):
     status: Status
 
 
+class Report(_Message):
+    """To the coordinator: I am here, have done this, and want to know what to do next.
+
+    `size` and `trainable` are the values of the sender's model, `samples` its training samples;
+    `fingerprint` is that of its permutation, "" without one. `done` is the last task that is
+    finished: `choice` is what it chose; with `failed` there is nothing to fetch. The answer may
+    wait up to `wait` seconds for something to do.
+    """
+
+    kind: Literal["report"] = "report"
+    update: Update
+    size: Annotated[int, Field(ge=1, le=2**40)]
+    trainable: Annotated[int, Field(ge=1, le=2**40)]
+    samples: Annotated[int, Field(ge=1, le=2**40)]
+    fingerprint: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
+    done: Task | None = None
+    choice: ModelNumber | None = None
+    failed: bool = False
+    wait: Annotated[float, Field(ge=0, le=60)] = 0.0
+
+
+class Assignment(_Message):
+    """Reply to `Report`: the receiver's task, None while there is none; `data_port` is where the
+    coordinator's models are fetched, on the host that was asked.
+
+    A task to close a round comes with one chunk: for each of the plan's n peers the number of its
+    model, and then for each the number of the one that it took part with (int32, little-endian, -1
+    for none).
+    """
+
+    kind: Literal["assignment"] = "assignment"
+    data_port: Annotated[int, Field(ge=1, le=65_535)]
+    task: Task | None = None
+
+
+class Fetch(_Message):
+    """To the coordinator: send your model `number` of version `round`. From the coordinator: send
+    what you made in `round` of the model `number`."""
+
+    kind: Literal["fetch"] = "fetch"
+    round: Round
+    number: ModelNumber
+
+
+class Parcel(_Message):
+    """Reply to `Fetch`: chunks that hold the `size` bytes of one vector; none of a model that is
+    still the initial one."""
+
+    kind: Literal["parcel"] = "parcel"
+    round: Round
+    number: ModelNumber
+    size: Annotated[int, Field(ge=0, le=2**40)]
+
+
 class Done(_Message):
     """Reply to `Leave`: noted."""
 
@@ -252,8 +341,12 @@ class Refused(_Message):
     detail: Annotated[str, Field(pattern=r"^[ -~]{0,300}$")] = ""
 
 
-Request = Enrol | Announce | Members | Ping | PingRequest | Leave | Probe | Pull | Await
-Reply = Enrolled | Known | Pong | Sketches | Model | Reached | Done | Refused
+Request = (
+    Enrol | Announce | Members | Ping | PingRequest | Leave | Probe | Pull | Await | Report | Fetch
+)
+Reply = (
+    Enrolled | Known | Pong | Sketches | Model | Reached | Assignment | Parcel | Done | Refused
+)
 Message = Request | Reply
 
 REPLIES: Final[dict[type[Request], type[Reply]]] = {
@@ -266,6 +359,8 @@ REPLIES: Final[dict[type[Request], type[Reply]]] = {
     Probe: Sketches,
     Pull: Model,
     Await: Reached,
+    Report: Assignment,
+    Fetch: Parcel,
 }
 """What answers what, beside a refusal."""
 

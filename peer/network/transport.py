@@ -81,6 +81,8 @@ MISTAKES: Final = frozenset(
     {
         Reason.PLAN_MISMATCH,
         Reason.MODEL_MISMATCH,
+        Reason.PERMUTATION_MISMATCH,
+        Reason.BEHIND,
         Reason.INDEX_CLASH,
         Reason.INDEX_HELD,
         Reason.BAD_REQUEST,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bootstrap.coordination import fedavg, ifca
+from peer.cluster_models import best_model, idle, initial_models
 from peer.learning.learner import Entry, Manifest, Vector
 
 
@@ -57,15 +58,15 @@ def test_the_order_of_arrival_does_not_change_a_bit() -> None:
 
 
 def test_a_peer_is_of_the_model_with_the_least_loss() -> None:
-    assert ifca.best_model([2.0, 0.5, 0.7]) == 1
-    assert ifca.best_model([0.5, 0.5, 0.7]) == 0
-    assert ifca.best_model([math.nan, math.inf, 3.0]) == 2
-    assert ifca.best_model([math.nan, math.nan]) == 0
+    assert best_model([2.0, 0.5, 0.7]) == 1
+    assert best_model([0.5, 0.5, 0.7]) == 0
+    assert best_model([math.nan, math.inf, 3.0]) == 2
+    assert best_model([math.nan, math.nan]) == 0
 
 
 def test_idle_models_are_nobodys() -> None:
-    assert ifca.idle([2, 0, 2], 4) == [1, 3]
-    assert ifca.idle([1, 0], 2) == []
+    assert idle([2, 0, 2], 4) == [1, 3]
+    assert idle([1, 0], 2) == []
 
 
 def test_each_cluster_averages_its_own_and_an_empty_one_keeps_its_model() -> None:
@@ -83,7 +84,7 @@ def test_initial_models_are_w0_and_shuffles_of_it_by_tensor() -> None:
     initial = np.arange(25, dtype=np.float32)
     initial[23:] = 7  # BatchNorm's buffers, all equal, stay what they are
     before = initial.copy()
-    models = ifca.initial_models(initial, manifest, 3, seed=1)
+    models = initial_models(initial, manifest, 3, seed=1)
     assert models[0] is initial
     for model in models[1:]:
         assert sorted(model[:20]) == list(range(20))
@@ -91,8 +92,8 @@ def test_initial_models_are_w0_and_shuffles_of_it_by_tensor() -> None:
         assert model[23:].tolist() == [7, 7]
         assert not np.array_equal(model, initial)
     assert not np.array_equal(models[1], models[2])
-    again = ifca.initial_models(initial, manifest, 3, seed=1)
+    again = initial_models(initial, manifest, 3, seed=1)
     assert all(np.array_equal(a, b) for a, b in zip(models, again, strict=True))
-    redrawn = ifca.initial_models(initial, manifest, 3, seed=1, draw=1)
+    redrawn = initial_models(initial, manifest, 3, seed=1, draw=1)
     assert not any(np.array_equal(a, b) for a in redrawn for b in models)
     assert np.array_equal(initial, before)

@@ -140,7 +140,7 @@ def test_a_crash_between_the_files_leaves_the_tree_of_the_round_before(
     expected = grown()
     tree.nodes[2].update = vector(7)
 
-    real = store._write
+    real = store._tensors.write
     calls = 0
 
     def write(values: np.ndarray) -> str:
@@ -150,7 +150,7 @@ def test_a_crash_between_the_files_leaves_the_tree_of_the_round_before(
             raise KeyboardInterrupt
         return real(values)
 
-    monkeypatch.setattr(store, "_write", write)
+    monkeypatch.setattr(store._tensors, "write", write)
     with pytest.raises(KeyboardInterrupt):
         store.save(tree, 13)
     loaded = TreeStore(tmp_path, "digest").load(SIZE, TRAINABLE)
