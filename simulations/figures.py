@@ -214,11 +214,17 @@ def bag_graph(topology: Sequence[TopologyRow]) -> nx.DiGraph[int]:
     return graph
 
 
-def _figure(plan: Plan, title: str, size: tuple[float, float]) -> tuple[Figure, Axes]:
+def _figure(plan: Plan, text: str, size: tuple[float, float]) -> tuple[Figure, Axes]:
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=24)
+    title(axes, plan, text)
+    return figure, axes
+
+
+def title(axes: Axes, plan: Plan, text: str) -> None:
+    """Write a title above, and below it what was run."""
+    axes.set_title(text, loc="left", fontsize=13, fontweight="bold", pad=24)
     label = plan.partition.label
     split = "one distribution" if label == "none-1" else label
     axes.annotate(
@@ -227,7 +233,6 @@ def _figure(plan: Plan, title: str, size: tuple[float, float]) -> tuple[Figure, 
         (0, 1), xytext=(0, 8), xycoords="axes fraction", textcoords="offset points",
         fontsize=9, color=MUTED,
     )  # fmt: skip
-    return figure, axes
 
 
 def _colour(cluster: int | None) -> str:

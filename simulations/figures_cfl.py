@@ -7,7 +7,8 @@ those of norms and cosines for nodes of the parameter tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -19,9 +20,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from peer.display import CLUSTER_COLOURS
+from peer.learning.names import TEXT_MODELS
 from peer.plan import Plan
 from peer.rundir import MetricRow
-from simulations.figures import FAINT, INK, MUTED, STYLE
+from simulations.figures import FAINT, INK, MUTED, STYLE, title
 
 Attempt = dict[str, Any]
 """What a coordinator says of splitting one cluster in one round (`Attempt.to_json` of CFL)."""
@@ -40,6 +42,12 @@ def attempts_of(rows: Sequence[MetricRow]) -> dict[int, list[Attempt]]:
     return dict(sorted(found.items()))
 
 
+def splits_of(attempts: Mapping[int, Sequence[Attempt]]) -> list[int]:
+    """Return the rounds in which nodes were split, one for each split, in order."""
+    told = (attempt for own in attempts.values() for attempt in own)
+    return sorted(attempt["t"] for attempt in told if attempt["children"] is not None)
+
+
 def clustering_figure(plan: Plan, rows: Sequence[MetricRow]) -> Figure:
     """Return accuracy, norms and cosines over the rounds, one below the other, splits marked.
 
@@ -52,32 +60,39 @@ def clustering_figure(plan: Plan, rows: Sequence[MetricRow]) -> Figure:
         figure = Figure(figsize=(7.6, 9.0), layout="constrained")
         FigureCanvasAgg(figure)
         accuracy, norms, cosines = figure.subplots(3, 1, sharex=True)
-        draw_accuracy(accuracy, rows)
+        draw_accuracy(accuracy, rows, text=plan.model in TEXT_MODELS)
         draw_norms(norms, attempts)
         draw_cosines(cosines, attempts)
+        rounds = splits_of(attempts)
         for axes in (accuracy, norms, cosines):
-            _mark_splits(axes, attempts)
-        accuracy.set_title(f"{plan.name}: cfl, {plan.data}, {plan.partition.label}", loc="left")
+            for t in rounds:
+                axes.axvline(t, color=MUTED, lw=0.8, zorder=0)
+        if rounds:
+            accuracy.annotate("splits" if len(rounds) > 1 else "split", (rounds[-1], 1), (3, -3),
+                              xycoords=("data", "axes fraction"), textcoords="offset points",
+                              va="top", fontsize=8, color=MUTED)  # fmt: skip
+        title(accuracy, plan, "How the clusters came apart")
         cosines.set_xlabel("round")
         cosines.set_xlim(1, max(2, *(row.t for row in rows)))
         cosines.xaxis.set_major_locator(MaxNLocator(integer=True))
         return figure
 
 
-def draw_accuracy(axes: Axes, rows: Sequence[MetricRow]) -> None:
-    """Draw the mean accuracy of each true cluster's peers over the rounds."""
+def draw_accuracy(axes: Axes, rows: Sequence[MetricRow], *, text: bool = False) -> None:
+    """Draw the mean accuracy of each true cluster's peers, of `text` their perplexity."""
     measured: dict[int, dict[int, list[float]]] = {}
     for row in rows:
-        if row.accuracy is not None:
+        if (value := row.loss if text else row.accuracy) is not None:
             by_round = measured.setdefault(row.cluster or 0, {})
-            by_round.setdefault(row.t, []).append(100 * row.accuracy)
+            by_round.setdefault(row.t, []).append(value)
     for cluster, by_round in sorted(measured.items()):
-        points = [(t, fmean(values)) for t, values in sorted(by_round.items())]
+        means = [(t, fmean(values)) for t, values in sorted(by_round.items())]
+        points = [(t, math.exp(mean) if text else 100 * mean) for t, mean in means]
         _draw(axes, points, cluster, label=f"cluster {cluster}")
-    axes.set_ylabel("accuracy, %")
+    axes.set_ylabel("perplexity" if text else "accuracy, %")
     axes.grid(axis="y")
     if len(measured) > 1:
-        axes.legend(loc="lower right")
+        axes.legend(loc="upper right" if text else "lower right")
 
 
 def draw_norms(axes: Axes, attempts: dict[int, list[Attempt]]) -> None:
@@ -126,9 +141,3 @@ def _draw(axes: Axes, points: Points, number: int, **style: Any) -> None:
         colour = CLUSTER_COLOURS[number % len(CLUSTER_COLOURS)]
         marker = "o" if len(points) == 1 else None
         axes.plot(*zip(*points, strict=True), **{"lw": 1.6, **style}, color=colour, marker=marker)
-
-
-def _mark_splits(axes: Axes, attempts: dict[int, list[Attempt]]) -> None:
-    rounds = {a["t"] for told in attempts.values() for a in told if a["children"] is not None}
-    for t in sorted(rounds):
-        axes.axvline(t, color=MUTED, lw=0.8, zorder=0)

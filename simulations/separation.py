@@ -12,7 +12,7 @@ from sklearn.metrics import adjusted_rand_score
 
 from peer.plan import Plan
 from peer.rundir import final_rows, read_metrics, read_plan
-from simulations.figures_cfl import attempts_of
+from simulations.figures_cfl import attempts_of, splits_of
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,7 @@ class Separation:
 def separation(labels: Mapping[str, str], run: Path) -> Separation:
     """Return how the run of CFL in a directory ended."""
     plan, rows = read_plan(run), read_metrics(run)
-    splits = sorted(
-        attempt["t"]
-        for told in attempts_of(rows).values()
-        for attempt in told
-        if attempt["children"] is not None
-    )
+    splits = splits_of(attempts_of(rows))
     last = final_rows(rows)
     return Separation(
         labels=labels,
