@@ -185,6 +185,49 @@ class CflPlan(_Table):
         return self
 
 
+class DefencePlan(_Table):
+    """What a peer does against models that were meant to harm it."""
+
+    gate: bool = Field(
+        default=False,
+        description="take a model only if its loss on one's own held-out samples is at most "
+        "gate_ratio times that of one's own model, plus gate_margin",
+    )
+    gate_samples: int = Field(
+        default=60,
+        ge=1,
+        description="training samples that are held out for the gate, a quarter at most",
+    )
+    gate_ratio: float = Field(default=1.1, ge=0, description="see gate")
+    gate_margin: float = Field(default=0.02, ge=0, description="see gate, in nats")
+    clip: float | None = Field(
+        default=None,
+        gt=0,
+        description="a model's difference from one's own is shortened to so many times the norm "
+        "of one's own update of the round; as long as it is if not given",
+    )
+    rule: Literal["mean", "median", "trimmed-mean", "krum", "multi-krum", "centred-clipping"] = (
+        Field(default="mean", description="what is made of one's own model and those taken")
+    )
+    byzantine: int = Field(
+        default=1,
+        ge=0,
+        le=MAX_PEERS,
+        description="f, how many of them may be attackers' (trimmed-mean, krum, multi-krum)",
+    )
+    radius: float = Field(
+        default=1.0,
+        gt=0,
+        description="of centred-clipping, in norms of one's own update of the round",
+    )
+    steps: int = Field(default=3, ge=1, le=1000, description="iterations of centred-clipping")
+
+    @property
+    def acts(self) -> bool:
+        """Whether models are mixed in any other way than by their mean."""
+        return self.gate or self.clip is not None or self.rule != "mean"
+
+
 class TrainingPlan(_Table):
     """Local training: momentum SGD, a fresh optimiser every round."""
 
@@ -269,6 +312,7 @@ class Plan(_Table):
     partition: PartitionPlan = PartitionPlan()
     central: CentralPlan = CentralPlan()
     cfl: CflPlan = CflPlan()
+    defence: DefencePlan = DefencePlan()
     training: TrainingPlan = TrainingPlan()
     network: NetworkPlan = NetworkPlan()
 
@@ -279,6 +323,11 @@ class Plan(_Table):
         if self.matching.t1 is not None and self.matching.t1 > self.rounds:
             raise ValueError(
                 f"matching.t1 = {self.matching.t1} is more than rounds = {self.rounds}"
+            )
+        if self.defence.rule != "mean" and self.matching.weighting != "uniform":
+            raise ValueError(
+                f"defence.rule = {self.defence.rule} counts all models equally: "
+                f"matching.weighting = {self.matching.weighting} goes with mean only"
             )
         return self
 
@@ -306,6 +355,15 @@ class Plan(_Table):
     def lockstep(self) -> bool:
         """Whether every exchange of round t uses exactly the snapshots of round t."""
         return self.network.staleness == 0
+
+    def held_out(self, samples: int) -> int:
+        """How many of a peer's training samples are held out for the gate.
+
+        [choice] A quarter of them at most, so that a peer with few samples still trains; of fewer
+        than about 60 the gate's answer is mostly chance.
+        """
+        gated = self.defence.gate and self.method != "local"
+        return min(self.defence.gate_samples, samples // 4) if gated else 0
 
     def cluster_of(self, index: int) -> int:
         """True cluster of a peer: index mod K, so that any first m peers are balanced [choice]."""

@@ -30,6 +30,11 @@ def check_plan(plan: Plan, *, central: bool = False, data: str | None = None) ->
             "all of it",
             'local is for peers among themselves; set "average"',
         )
+    if plan.method in CENTRAL and plan.defence.acts:
+        raise UserError(
+            f"defence: the coordinator of {plan.method} averages and has no data to judge by",
+            "[defence] is for peers among themselves; leave it out",
+        )
     l, k = plan.matching.l, plan.matching.k  # noqa: E741
     # NSMC adds the last neighbours to its l candidates; PENS has the l alone to choose k of.
     if plan.method == "pens" and k > l:

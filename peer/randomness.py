@@ -34,6 +34,11 @@ class Purpose(IntEnum):
     PARTICIPANTS = 14
     CLUSTER_MODELS = 15
     LABELS = 16
+    LINKS = 20
+    DEVICES = 21
+    ATTACK = 22
+    ATTACKERS = 23
+    HELD_OUT = 24
 
 
 def generator(

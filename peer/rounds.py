@@ -11,13 +11,15 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from peer.aggregation import average, with_own_statistics
+from peer.aggregation import with_own_statistics
+from peer.defence import Mixed, mix, refusals
 from peer.errors import RefusedError, StateError, UserError
 from peer.exchange import Exchange, Received, Shelf
 from peer.journal import Clock, Journal, OnRound
@@ -222,7 +224,7 @@ class Rounds:
         """
         staleness = self.plan.network.staleness
         slack = max(self.plan.network.history, 1 + (staleness if staleness != "async" else 0))
-        front = _typical(max(s.published, s.finished) for s in self._living())
+        front = typical(max(s.published, s.finished) for s in self._living())
         if t > self.plan.rounds or front - t < slack:
             return t
         t = await self._catch_up(min(front, self.plan.rounds - 1))
@@ -243,7 +245,7 @@ class Rounds:
             self._advisers(front), lambda index: self.exchange.pull(index, front, newest=True)
         )
         # What came with the models is fresher than what gossip said.
-        t = max(front, _typical(item.round for item in received.values())) + 1
+        t = max(front, typical(item.round for item in received.values())) + 1
         t = min(t, self.plan.rounds)
         await self._skip_to(t)
         self.swarm.set_first_round(t)
@@ -295,13 +297,8 @@ class Rounds:
         )
         used = [index for index in neighbours if index in models]
         clock.lap("match")
-        self._model = average(
-            trained,
-            [models[index].model for index in used],
-            self._weights([models[index] for index in used]),
-        )
-        if self.plan.training.statistics == "local":
-            self._model = with_own_statistics(self._model, trained, self._trainable)
+        mixed = await self._mix(trained, {index: models[index] for index in used})
+        self._model = mixed.model
         clock.lap("aggregate")
         self._scores = await self._in_worker(self.learner.evaluate, self._model)
         clock.lap("evaluate")
@@ -309,10 +306,10 @@ class Rounds:
         self._journal.record(
             t,
             scores=self._scores,
-            neighbours=used,
+            neighbours=mixed.used,
             bag=self._matcher.bag,
             clock=clock,
-            notes=self._matcher.notes | self._notes,
+            notes=self._matcher.notes | refusals(mixed.refused) | self._notes,
             late=self.exchange.tally.late,
             missing=self.exchange.tally.missing,
         )
@@ -381,6 +378,23 @@ class Rounds:
         alpha = self.plan.matching.alpha
         return {j: gradient_similarity(own, other, alpha) for j, other in others.items()}
 
+    async def _mix(self, trained: Vector, received: dict[int, Received]) -> Mixed:
+        """Return w^t [e] from w^{t-1/2} and the neighbours' models, as the plan defends it."""
+        mixed: Mixed = await self._in_worker(
+            partial(
+                mix,
+                self.plan.defence,
+                trained,
+                self._model,
+                {index: item.model for index, item in received.items()},
+                weights=self._weights(list(received.values())),
+                judge=self.learner.held_losses,
+            )
+        )
+        if self.plan.training.statistics == "local":
+            mixed = mixed._replace(model=with_own_statistics(mixed.model, trained, self._trainable))
+        return mixed
+
     def _weights(self, received: list[Received]) -> list[float] | None:
         """Return the weights of [own, *received], None for equal ones."""
         if self.plan.matching.weighting == "uniform":
@@ -409,7 +423,7 @@ class Rounds:
         self._journal.write_account()
 
 
-def _typical(rounds: Iterable[int]) -> int:
+def typical(rounds: Iterable[int]) -> int:
     """Return the round that most have reached, of those that have reached any; else 0.
 
     [choice] The lower median: one peer that is wrong about how far it is misleads nobody.

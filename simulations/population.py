@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from peer.aggregation import average, with_own_statistics
+from peer.aggregation import with_own_statistics
+from peer.defence import Mixed, mix, refusals
 from peer.errors import ProtocolError
 from peer.learning.learner import Learner, Vector
 from peer.matching.base import Evidence, MatcherSettings
@@ -108,8 +109,9 @@ class Population:
         rows = []
         for i in range(self.plan.n):
             neighbours, payload = self._match(i, snapshots)
-            self.models[i] = self._mix(i, trained[i], neighbours, snapshots)
-            rows.append(self._row(i, neighbours, payload, evaluate=evaluate))
+            mixed = self._mix(i, trained[i], neighbours, snapshots)
+            self.models[i] = mixed.model
+            rows.append(self._row(i, mixed, payload, evaluate=evaluate))
         return rows
 
     def _match(self, i: int, snapshots: _Snapshots) -> tuple[list[int], int]:
@@ -148,18 +150,25 @@ class Population:
         update = self.manifest.trainable * item if self.evidence is Evidence.GRADIENT else 0
         return len(heard) * (model + update) + len(set(neighbours) - set(heard)) * model
 
-    def _mix(self, i: int, own: Vector, neighbours: Sequence[int], snapshots: _Snapshots) -> Vector:
-        """Return w_i^t."""
+    def _mix(self, i: int, own: Vector, neighbours: Sequence[int], snapshots: _Snapshots) -> Mixed:
+        """Return w_i^t, and whose models are in it."""
         weights = None
         if self.plan.matching.weighting == "samples":
             weights = [self.learners[j].samples for j in (i, *neighbours)]
-        others = [model for j in neighbours if (model := snapshots.model(j)) is not None]
-        mixed = average(own, others, weights)
+        mixed = mix(
+            self.plan.defence,
+            own,
+            self.models[i],
+            {j: model for j in neighbours if (model := snapshots.model(j)) is not None},
+            weights=weights,
+            judge=self.learners[i].held_losses,
+        )
         if self.plan.training.statistics == "local":
-            mixed = with_own_statistics(mixed, own, self.manifest.trainable)
+            own_statistics = with_own_statistics(mixed.model, own, self.manifest.trainable)
+            mixed = mixed._replace(model=own_statistics)
         return mixed
 
-    def _row(self, i: int, neighbours: list[int], payload: int, *, evaluate: bool) -> Row:
+    def _row(self, i: int, mixed: Mixed, payload: int, *, evaluate: bool) -> Row:
         clusters = [self.plan.cluster_of(j) for j in range(self.plan.n)]
         bag = self.matchers[i].bag
         scores = self.learners[i].evaluate(self.models[i]) if evaluate else None
@@ -170,11 +179,11 @@ class Population:
             "accuracy": scores.accuracy if scores else None,
             "loss": scores.loss if scores else None,
             "bag": sorted(bag),
-            "neighbours": neighbours,
+            "neighbours": mixed.used,
             "precision": precision(bag, i, clusters),
             "recall": recall(bag, i, clusters),
             "payload_received": payload,
-            "notes": self.matchers[i].notes,
+            "notes": self.matchers[i].notes | refusals(mixed.refused),
         }
 
 

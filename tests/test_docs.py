@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from peer.plan import (
     CentralPlan,
     CflPlan,
+    DefencePlan,
     MatchingPlan,
     NetworkPlan,
     PartitionPlan,
@@ -38,14 +39,15 @@ def documented(page: str, start: str, end: str) -> set[str]:
         ("plans.md", "## `[matching]`", "## `[partition]`", MatchingPlan),
         ("plans.md", "## `[partition]`", "## `[central]`", PartitionPlan),
         ("plans.md", "## `[central]`", "## `[cfl]`", CentralPlan),
-        ("plans.md", "## `[cfl]`", "## `[training]`", CflPlan),
+        ("plans.md", "## `[cfl]`", "## `[defence]`", CflPlan),
+        ("plans.md", "## `[defence]`", "## `[training]`", DefencePlan),
         ("plans.md", "## `[training]`", "## `[network]`", TrainingPlan),
         ("plans.md", "## `[network]`", "", NetworkPlan),
         ("peers.md", "## Settings", "## ", PeerSettings),
     ],
 )
 def test_every_key_is_documented(page: str, start: str, end: str, model: type[BaseModel]) -> None:
-    tables = {"matching", "partition", "central", "cfl", "training", "network"}
+    tables = {"matching", "partition", "central", "cfl", "defence", "training", "network"}
     if page == "peers.md":
         end = "## State"
     assert documented(page, start, end) == set(model.model_fields) - (

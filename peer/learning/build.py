@@ -12,7 +12,7 @@ from peer.errors import UserError
 from peer.learning import estimator_learner
 from peer.learning.learner import Learner, ModelCard
 from peer.learning.names import CUSTOM, TEXT_MODELS
-from peer.learning.partition import PeerData, blank_inputs, deal
+from peer.learning.partition import PeerData, Poison, blank_inputs, deal
 from peer.learning.sources import Dataset, is_text, load_dataset
 from peer.plan import Plan
 
@@ -38,14 +38,15 @@ def prepare(
     model: str | None = None,
     device: str = "cpu",
     threads: int = 1,
+    poison: Poison | None = None,
 ) -> tuple[Learner, ModelCard]:
     """Return the learner of peer `index`, and what is needed to build its model again.
 
     `data` is a spec of the peer's own data instead of its share of the plan's, or, if `dealt`, of
     data that all peers have and that are dealt to them as the plan's would be; `model` the import
     path of a module factory, for plans whose model is `custom`; `device` is cpu or cuda; `threads`
-    is how many torch uses in this process. Raises UserError when something is missing or does not
-    fit.
+    is how many torch uses in this process; `poison` is what an experiment does to the training
+    samples. Raises UserError when something is missing or does not fit.
 
     [choice] One thread if not told otherwise: small models gain little from a second, lose tenfold
     when peers share the cores, and one thread repeats bit by bit.
@@ -57,7 +58,7 @@ def prepare(
     load = load_dataset if own else _shared_dataset
     dataset = load(data or plan.data, seed=plan.seed, classes=plan.classes)
     check_inputs(plan.model, dataset)
-    share = deal(dataset, plan, index, own=own)
+    share = deal(dataset, plan, index, own=own, poison=poison)
     card = ModelCard(
         model=plan.model,
         factory=model,

@@ -73,6 +73,18 @@ class EstimatorLearner:
         """Return each model's mean log loss on round t's draw of training samples."""
         chosen = loss_sample(self._plan, self._index, t, self.samples)
         x, y = self._train_x[chosen], self._data.train_y[chosen]
+        return self._losses(models, x, y)
+
+    def held_losses(self, models: list[Vector]) -> list[float]:
+        """Return each model's mean log loss on the samples held out."""
+        if self._data.held is None:
+            raise ValueError("no samples were held out")
+        x, y = self._data.held
+        return self._losses(models, x.reshape(len(y), -1), y)
+
+    def _losses(
+        self, models: list[Vector], x: npt.NDArray[np.float32], y: npt.NDArray[np.int64]
+    ) -> list[float]:
         losses = [self._scores(model, x, y).loss for model in models]
         return [loss if math.isfinite(loss) else math.inf for loss in losses]
 

@@ -150,6 +150,13 @@ class Learner(Protocol):
         """Return F_i of each model: mean loss on the round's draw of training samples."""
         ...
 
+    def held_losses(self, models: list[Vector]) -> list[float]:
+        """Return each model's mean loss on the samples held out for the gate.
+
+        Raises ValueError when the plan has none held out.
+        """
+        ...
+
     def evaluate(self, model: Vector) -> Scores:
         """Return the scores of `model` on the peer's own test set."""
         ...

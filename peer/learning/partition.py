@@ -26,7 +26,8 @@ Indices = npt.NDArray[np.int64]
 @dataclass(frozen=True)
 class PeerData:
     """One peer's data: inputs [m, *shape], float32, scaled, or int32, token ids; labels int64 [m]
-    in 0 to classes - 1."""
+    in 0 to classes - 1. `held` are inputs and labels that training goes without, for the gate of
+    `peer.defence`; None where the plan has none."""
 
     train_x: Array
     train_y: Labels
@@ -34,14 +35,21 @@ class PeerData:
     test_y: Labels
     classes: int
     shape: tuple[int, ...]
+    held: tuple[Array, Labels] | None = None
 
 
-def deal(dataset: Dataset, plan: Plan, index: int, *, own: bool) -> PeerData:
+Poison = Callable[[Array, Labels], tuple[Array, Labels]]
+"""Stored training inputs [m, *shape] and labels [m] of a cluster -> those of an attacker."""
+
+
+def deal(
+    dataset: Dataset, plan: Plan, index: int, *, own: bool, poison: Poison | None = None
+) -> PeerData:
     """Return the data of peer `index`, transformed as its cluster's.
 
-    `own`: the peer gave the data set itself, so it takes all of it. Only what is dealt is read and
-    converted. Raises UserError when the transform or the partition does not fit the data, or there
-    are too few samples for n peers.
+    `own`: the peer gave the data set itself, so it takes all of it. `poison`: what an experiment
+    does to its training samples. Only what is dealt is read and converted. Raises UserError when
+    the transform or the partition does not fit the data, or there are too few samples for n peers.
     """
     if own and plan.partition.kind != "natural":
         train, test = np.arange(len(dataset.train_y)), np.arange(len(dataset.test_y))
@@ -50,13 +58,38 @@ def deal(dataset: Dataset, plan: Plan, index: int, *, own: bool) -> PeerData:
     transform = TRANSFORMS[plan.partition.kind]
     cluster = Cluster.of(plan, plan.cluster_of(index), dataset.classes)
 
-    def take(x: Array, y: Labels, chosen: Indices) -> tuple[Array, Labels]:
-        x, y = transform(x[chosen], y[chosen], cluster)
-        return to_inputs(x, dataset.scale), y
+    train_x, train_y = transform(dataset.train_x[train], dataset.train_y[train], cluster)
+    if poison is not None:
+        train_x, train_y = poison(train_x, train_y)
+    test_x, test_y = transform(dataset.test_x[test], dataset.test_y[test], cluster)
+    kept, held = hold_out(plan, index, np.arange(len(train)))
+    held_x, held_y = train_x[held], train_y[held]
+    if len(held):
+        train_x, train_y = train_x[kept], train_y[kept]
+    return PeerData(
+        to_inputs(train_x, dataset.scale),
+        train_y,
+        to_inputs(test_x, dataset.scale),
+        test_y,
+        dataset.classes,
+        dataset.shape,
+        (to_inputs(held_x, dataset.scale), held_y) if len(held) else None,
+    )
 
-    train_x, train_y = take(dataset.train_x, dataset.train_y, train)
-    test_x, test_y = take(dataset.test_x, dataset.test_y, test)
-    return PeerData(train_x, train_y, test_x, test_y, dataset.classes, dataset.shape)
+
+def hold_out(plan: Plan, index: int, samples: Indices) -> tuple[Indices, Indices]:
+    """Return which of a peer's training samples [m] it trains on, and which it holds out.
+
+    Drawn once, from (seed, index): nothing that is ever trained on is held out, for on such samples
+    one's own model would be better than anybody's.
+    """
+    count = plan.held_out(len(samples))
+    if not count:
+        return samples, samples[:0]
+    rng = generator(plan.seed, Purpose.HELD_OUT, index=index)
+    held = np.zeros(len(samples), dtype=np.bool_)
+    held[rng.choice(len(samples), size=count, replace=False)] = True
+    return samples[~held], samples[held]
 
 
 def to_inputs(x: Array, scale: float) -> Array:

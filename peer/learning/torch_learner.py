@@ -48,6 +48,7 @@ class TorchLearner:
         self._train = self._tensors(data.train_x, data.train_y)
         self._check_output(data.shape)
         self._test = self._tensors(data.test_x, data.test_y)
+        self._held = None if data.held is None else self._tensors(*data.held)
         self._fewest = self._fewest_in_batch()
         self._draws = True  # whether training draws from torch's generator; known after a round
 
@@ -104,6 +105,15 @@ class TorchLearner:
         chosen = torch.from_numpy(loss_sample(self._plan, self._index, t, self.samples))
         chosen = chosen.to(self._device)
         x, y = self._train[0][chosen], self._train[1][chosen]
+        return self._losses(models, x, y)
+
+    def held_losses(self, models: list[Vector]) -> list[float]:
+        """Return each model's mean cross-entropy on the samples held out; infinity as above."""
+        if self._held is None:
+            raise ValueError("no samples were held out")
+        return self._losses(models, *self._held)
+
+    def _losses(self, models: list[Vector], x: torch.Tensor, y: torch.Tensor) -> list[float]:
         losses = [self._scores(model, x, y).loss for model in models]
         return [loss if math.isfinite(loss) else math.inf for loss in losses]
 

@@ -274,6 +274,10 @@ class _DeviceLearner:
         """Return F_i of each model."""
         return self._engine.losses_of(self._i, models, t)
 
+    def held_losses(self, models: list[Vector]) -> list[float]:
+        """Return the loss of each model on the samples held out."""
+        return self._engine.losses_of(self._i, models, None)
+
     def evaluate(self, model: Vector) -> Scores:
         """Return the scores of `model` on the peer's own test set."""
         return self._engine.scores_of(self._i, model)

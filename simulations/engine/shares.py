@@ -23,6 +23,8 @@ from peer.learning.partition import (
     Cluster,
     Dealer,
     PeerData,
+    Poison,
+    hold_out,
     to_inputs,
 )
 from peer.learning.sources import Dataset
@@ -87,8 +89,9 @@ def _anonymous(size: int) -> int:
 class Split:
     """The training or the test samples of all peers.
 
-    `picked`: of every cluster, the samples of the data set that its part of the table holds.
-    `rows`: of every peer, its rows of the table.
+    `picked`: of every cluster, the samples of the data set that its part of the table holds; behind
+    the clusters come the poisoners, each a cluster of its own, its samples in the order in which
+    they were dealt. `rows`: of every peer, its rows of the table.
     """
 
     picked: list[Array]
@@ -98,16 +101,42 @@ class Split:
     def gather(cls, given: Sequence[Array], clusters: Sequence[int], count: int) -> Split:
         """Put together what the peers, each of its cluster, are given of a data set."""
         picked: list[Array] = []
-        starts: list[int] = []
+        rows = [own[:0] for own in given]
+        start = 0
         for cluster in range(count):
-            members = [own for own, c in zip(given, clusters, strict=True) if c == cluster]
-            starts.append(sum(map(len, picked)))
-            picked.append(np.unique(np.concatenate(members)) if members else given[0][:0])
-        rows = [
-            starts[cluster] + np.searchsorted(picked[cluster], own)
-            for own, cluster in zip(given, clusters, strict=True)
-        ]
+            members = [i for i, c in enumerate(clusters) if c == cluster]
+            samples = given[members[0]] if len(members) == 1 else _united(given, members)
+            for i in members:
+                places = np.arange(len(samples))
+                if len(members) > 1:
+                    places = np.searchsorted(samples, given[i])
+                rows[i] = start + places
+            picked.append(samples)
+            start += len(samples)
         return cls(picked, rows)
+
+
+def _united(given: Sequence[Array], members: Sequence[int]) -> Array:
+    """Return what any of the members was given, sorted."""
+    return np.unique(np.concatenate([given[0][:0], *(given[i] for i in members)]))
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a peer holds: of the samples that are dealt to it the given `part` (in (0, 1]), as its
+    cluster, or another one, transforms them. `poison` is what else is done to its training samples,
+    which then nobody shares."""
+
+    index: int
+    cluster: int
+    part: float = 1.0
+    poison: Poison | None = None
+
+    def of(self, dealt: Array) -> Array:
+        """Return the held ones of the dealt samples. [choice] Evenly spaced: as class-balanced as
+        the deal is."""
+        count = max(1, round(self.part * len(dealt)))
+        return dealt[np.arange(count) * len(dealt) // count]
 
 
 @dataclass(frozen=True)
@@ -118,17 +147,36 @@ class Shares:
     plan: Plan
     train: Split
     test: Split
+    poisoned: tuple[Holding, ...]
+    held: list[Array]
+    """Of every holding, the rows that its gate holds out; `train` has the others."""
 
     @classmethod
-    def deal(cls, dataset: Dataset, plan: Plan) -> Shares:
-        """Deal the data set to all peers. Raises UserError when it does not fit the partition."""
-        clusters = [plan.cluster_of(index) for index in range(plan.n)]
+    def deal(
+        cls, dataset: Dataset, plan: Plan, holdings: Sequence[Holding] | None = None
+    ) -> Shares:
+        """Deal the data set to all peers: holding i is that of peer i, those after the n-th what
+        some peer may come to hold later. Raises UserError when it does not fit the partition."""
+        if holdings is None:
+            holdings = [Holding(i, plan.cluster_of(i)) for i in range(plan.n)]
         dealer = Dealer(dataset, plan)
-        train, test = zip(*map(dealer.share, range(plan.n)), strict=True)
+        dealt = [dealer.share(i) for i in range(plan.n)]
         count = plan.partition.clusters
-        return cls(
-            dataset, plan, Split.gather(train, clusters, count), Split.gather(test, clusters, count)
+        poisoned = tuple(own for own in holdings if own.poison is not None)
+        groups = [
+            own.cluster if own.poison is None else count + poisoned.index(own) for own in holdings
+        ]
+        given = [own.of(dealt[own.index][0]) for own in holdings]
+        train = Split.gather(given, groups, count + len(poisoned))
+        parts = [
+            hold_out(plan, own.index, rows) for own, rows in zip(holdings, train.rows, strict=True)
+        ]
+        test = Split.gather(
+            [dealt[own.index][1] for own in holdings], [own.cluster for own in holdings], count
         )
+        kept = [part for part, _ in parts]
+        held = [part for _, part in parts]
+        return cls(dataset, plan, Split(train.picked, kept), test, poisoned, held)
 
     def fields(self, *, channels_last: bool) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the shape and dtype of every array that `fill` writes."""
@@ -142,6 +190,8 @@ class Shares:
             fields[f"{name}_y"] = ((size,), "<i8")
             fields[f"{name}_rows"] = ((sum(map(len, split.rows)),), "<i8")
             fields[f"{name}_counts"] = ((len(split.rows),), "<i8")
+        fields["held_rows"] = ((max(1, sum(map(len, self.held))),), "<i8")
+        fields["held_counts"] = ((len(self.held),), "<i8")
         return fields
 
     def fill(self, arrays: Mapping[str, Array], *, channels_last: bool) -> None:
@@ -149,18 +199,29 @@ class Shares:
 
         Raises UserError when the transform does not fit the data.
         """
-        transform = TRANSFORMS[self.plan.partition.kind]
         for name, split, stored_x, stored_y in self._parts():
             start = 0
             for number, picked in enumerate(split.picked):
-                cluster = Cluster.of(self.plan, number, self.dataset.classes)
-                x, y = transform(stored_x[picked], stored_y[picked], cluster)
+                x, y = self._made(stored_x[picked], stored_y[picked], number)
                 stop = start + len(y)
                 arrays[f"{name}_x"][start:stop] = np.moveaxis(x, 1, -1) if channels_last else x
                 arrays[f"{name}_y"][start:stop] = y
                 start = stop
             arrays[f"{name}_rows"][:] = np.concatenate(split.rows)
             arrays[f"{name}_counts"][:] = [len(own) for own in split.rows]
+        held = np.concatenate(self.held)
+        arrays["held_rows"][: len(held)] = held
+        arrays["held_counts"][:] = [len(own) for own in self.held]
+
+    def _made(self, x: Array, y: Array, number: int) -> tuple[Array, Array]:
+        """Return stored samples as cluster `number` has them, or the poisoner behind the K-th."""
+        poisoner = number - self.plan.partition.clusters
+        own = self.poisoned[poisoner] if poisoner >= 0 else None
+        cluster = number if own is None else own.cluster
+        x, y = TRANSFORMS[self.plan.partition.kind](
+            x, y, Cluster.of(self.plan, cluster, self.dataset.classes)
+        )
+        return (x, y) if own is None or own.poison is None else own.poison(x, y)
 
     def _parts(self) -> list[tuple[str, Split, Array, Array]]:
         data = self.dataset
@@ -171,18 +232,22 @@ class Shares:
 
 
 def rows_of(arrays: Mapping[str, Array], name: str) -> list[Array]:
-    """Return every peer's rows of the table `train` or `test`."""
-    return np.split(arrays[f"{name}_rows"], np.cumsum(arrays[f"{name}_counts"])[:-1])
+    """Return every peer's rows of the table `train` or `test`; `held`: of `train`, held out."""
+    cuts = np.cumsum(arrays[f"{name}_counts"])
+    return np.split(arrays[f"{name}_rows"][: cuts[-1]], cuts[:-1])
 
 
 def peer_data(arrays: Mapping[str, Array], index: int, *, scale: float, classes: int) -> PeerData:
     """Return what `peer.learning.partition.deal` gives peer `index`, from tables as stored."""
-    train, test = (rows_of(arrays, name)[index] for name in ("train", "test"))
+    train, test, held = (rows_of(arrays, name)[index] for name in ("train", "test", "held"))
+
+    def take(table: str, rows: Array) -> tuple[Array, Array]:
+        return to_inputs(arrays[f"{table}_x"][rows], scale), arrays[f"{table}_y"][rows]
+
     return PeerData(
-        to_inputs(arrays["train_x"][train], scale),
-        arrays["train_y"][train],
-        to_inputs(arrays["test_x"][test], scale),
-        arrays["test_y"][test],
+        *take("train", train),
+        *take("test", test),
         classes,
         arrays["train_x"].shape[1:],
+        take("train", held) if len(held) else None,
     )

@@ -109,32 +109,54 @@ class Worker:
         )
         self._rows: list[Rows] = rows_of(arena.arrays, "train")
         self._test_rows: list[Rows] = rows_of(arena.arrays, "test")
+        self._held_rows: list[Rows] = rows_of(arena.arrays, "held")
         trainable = job.manifest.trainable
         self._sketch: CountSketch | None = None
         if "sketches" in arena.arrays:
             self._sketch = CountSketch(trainable, arena["sketches"].shape[2], job.plan.seed)
         self._learners: dict[int, Learner] = {}
+        self._held: dict[int, int] = {}
+
+    def hold(self, i: int, place: int) -> None:
+        """From now on peer i has what holding `place` says, one after the n-th."""
+        self._held[i] = place
+        for rows in (self._rows, self._test_rows, self._held_rows):
+            rows[i] = rows[place]
+        self._learners.pop(i, None)
+        self.__dict__.pop("_tested_alike", None)
 
     # Training
 
-    def train(self, t: int) -> None:
-        """w_i^{t-1/2} of the worker's peers from w_i^{t-1}; their norms, and their sketches."""
+    def train(self, t: int, peers: Sequence[int] | None = None) -> None:
+        """w_i^{t-1/2} from w_i^{t-1}, and its norm, of the worker's peers (those of `peers`)."""
         start, stop = self._job.peers
-        if self._job.stacked:
+        own = self._own(peers)
+        if not self._job.stacked:
+            for i in own:
+                self._put("trained", i, self._learner(i).fit(self._get("models", i), t))
+        elif len(own) == stop - start:
             trained = self._trained[start:stop]
             trained.copy_(self._models[start:stop])
-            self._stack_trainer.fit(trained, range(start, stop), self._rows[start:stop], t)
-        else:
-            for i in range(start, stop):
-                self._put("trained", i, self._learner(i).fit(self._get("models", i), t))
-        for i in range(start, stop):
+            self._stack_trainer.fit(trained, own, self._rows[start:stop], t)
+        elif own:
+            trained = self._models[own]  # a copy
+            self._stack_trainer.fit(trained, own, [self._rows[i] for i in own], t)
+            self._trained[own] = trained
+        for i in own:
             self._arena["norms"][i] = self._norm(i)
 
-    def sketch(self) -> None:
-        """CountSketches of g_i and h_i of the worker's peers."""
+    def _own(self, peers: Sequence[int] | None) -> Sequence[int]:
+        """Return which of `peers` (all if not given) are this worker's, in order."""
+        start, stop = self._job.peers
+        if peers is None:
+            return range(start, stop)
+        return [i for i in sorted(peers) if start <= i < stop]
+
+    def sketch(self, peers: Sequence[int] | None = None) -> None:
+        """CountSketches of g_i and h_i of the worker's peers, or of those of `peers`."""
         assert self._sketch is not None
         initial, trainable = self._arena["initial"][0], self._job.manifest.trainable
-        for i in range(*self._job.peers):
+        for i in self._own(peers):
             w, before = self._get("trained", i), self._get("models", i)
             for place, origin in enumerate((before, initial)):
                 update = (w - origin)[:trainable]
@@ -184,14 +206,15 @@ class Worker:
 
     # Comparing
 
-    def losses(self, t: int, pairs: Pairs) -> list[float]:
+    def losses(self, t: int | None, pairs: Pairs) -> list[float]:
         """Return F_i(w_j) of the pairs, on round t's draw of peer i's training samples.
 
-        Pairs of one j are best given to one worker, one after another: they share its products.
+        Without a round, on the samples that peer i holds out. Pairs of one j are best given to one
+        worker, one after another: they share its products.
         """
         if not self._job.stacked:
             return [
-                self._learner(i).train_losses([self._received(j)], t)[0]
+                self.losses_of(i, [self._received(j)], t)[0]
                 for i, j in zip(pairs.i.tolist(), pairs.j.tolist(), strict=True)
             ]
         found: list[float] = []
@@ -203,7 +226,9 @@ class Worker:
                 found += trainer.mean_losses(self._stack, model, self._tables["train"], samples)
         return found
 
-    def _loss_rows(self, i: int, t: int) -> Rows:
+    def _loss_rows(self, i: int, t: int | None) -> Rows:
+        if t is None:
+            return self._held_rows[i]
         own = self._rows[i]
         return own[loss_sample(self._plan, i, t, len(own))]
 
@@ -231,6 +256,19 @@ class Worker:
                     squares[place, side] += vectors.double().square().sum(dim=1).cpu()
         i, j = (torch.from_numpy(side) for side in pairs)
         return torch.stack([dots[:, i, j], squares[:, 0, i], squares[:, 1, j]], dim=1).numpy()
+
+    def squared_distances(self, pairs: Pairs) -> npt.NDArray[np.float64]:
+        """Return, of the worker's columns, what ||w_j - w_i||^2 of the pairs is made of: [pairs],
+        w_j as it arrives. Pairs (i, i) are of w_i^{t-1/2} and w_i^{t-1}: one's own update."""
+        start, stop = self._job.columns
+        found = torch.zeros(len(pairs.i), dtype=torch.float64)
+        for place, (i, j) in enumerate(zip(pairs.i.tolist(), pairs.j.tolist(), strict=True)):
+            own = self._trained[i, start:stop].double()
+            other = (
+                self._models[i, start:stop] if i == j else self._wire(self._trained[j, start:stop])
+            )
+            found[place] = (other.double() - own).square().sum()
+        return found.numpy()
 
     # Mixing
 
@@ -261,16 +299,19 @@ class Worker:
 
     # Evaluating
 
-    def evaluate(self) -> None:
-        """Accuracy and mean loss of w_i^t of the worker's peers, on their own test sets."""
-        peers = range(*self._job.peers)
+    def evaluate(self, peers: Sequence[int] | None = None) -> None:
+        """Accuracy and mean loss of w_i^t of the worker's peers (those of `peers` only), on their
+        own test sets."""
+        own = self._own(peers)
         if not self._job.stacked:
-            for i in peers:
+            for i in own:
                 self._arena["scores"][i] = self._learner(i).evaluate(self._get("models", i))
             return
         table = self._tables["test"]
+        asked = set(own)
         for members in self._tested_alike:
-            for chunk in balanced(members, self._stack_trainer.chunk):
+            chosen = [i for i in members if i in asked]
+            for chunk in balanced(chosen, self._stack_trainer.chunk):
                 rows = self._test_rows[chunk[0]]
                 scores = trainer.evaluate(self._stack, self._models[chunk], table, rows)
                 self._arena["scores"][chunk] = scores
@@ -285,9 +326,16 @@ class Worker:
 
     # One peer at a time, by the device's own path
 
-    def losses_of(self, i: int, models: Sequence[Vector], t: int) -> list[float]:
-        """Return what the learner of peer i answers."""
-        return self._learner(i).train_losses(list(models), t)
+    def losses_of(self, i: int, models: Sequence[Vector], t: int | None) -> list[float]:
+        """Return F_i of each model, as `losses` does."""
+        if not self._job.stacked:
+            own = self._learner(i)
+            if t is None:
+                return own.held_losses(list(models))
+            return own.train_losses(list(models), t)
+        rows, table = [self._loss_rows(i, t)], self._tables["train"]
+        tensors = map(self._tensor, models)
+        return [trainer.mean_losses(self._stack, w, table, rows)[0] for w in tensors]
 
     def scores_of(self, i: int, model: Vector) -> Scores:
         """Return what the learner of peer i answers."""
@@ -297,7 +345,8 @@ class Worker:
         """Return the learner of peer i, which stays, for it may keep state of its own."""
         if i not in self._learners:
             job = self._job
-            data = peer_data(self._arena.arrays, i, scale=job.scale, classes=job.classes)
+            place = self._held.get(i, i)
+            data = peer_data(self._arena.arrays, place, scale=job.scale, classes=job.classes)
             if self._plan.model in estimator_learner.KINDS:
                 learner: Learner = estimator_learner.EstimatorLearner(
                     self._plan.model, data, self._plan, i

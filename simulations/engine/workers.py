@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -32,7 +32,7 @@ from peer.learning.sources import Dataset, load_dataset
 from peer.learning.torch_learner import TorchLearner
 from peer.plan import Plan
 from simulations.engine.layers import Stack
-from simulations.engine.shares import Arena, Array, Shares, lay_out
+from simulations.engine.shares import Arena, Array, Holding, Shares, lay_out
 from simulations.engine.worker import Job, Mixture, Pairs, Worker, stackable
 
 _ENVIRONMENT = {
@@ -64,16 +64,18 @@ class Engine:
         workers: int | None = None,
         exact: bool = False,
         device: str = "cpu",
+        holdings: Sequence[Holding] | None = None,
     ) -> None:
         """Load and deal the data, and start the workers.
 
         `data` and `model` are a spec and an import path instead of the plan's. `workers`: how many
         processes; one a core if not given; 0 for this process, which a GPU needs. `exact`: train
-        one peer at a time as a device does, bit by bit. Raises UserError.
+        one peer at a time as a device does, bit by bit. `holdings` say what each peer holds, and
+        what else some may `hold` later. Raises UserError.
         """
         self.plan = plan
         dataset = load_dataset(data or plan.data, seed=plan.seed, classes=plan.classes)
-        shares = Shares.deal(dataset, plan)
+        shares = Shares.deal(dataset, plan, holdings)
         self.manifest, initial, stack = _describe(plan, dataset, model, device)
         self.stacked = stack is not None and not exact
         channels_last = self.stacked and stack is not None and stack.images
@@ -89,7 +91,7 @@ class Engine:
         self._arena = Arena(lay_out(fields))
         shares.fill(self._arena.arrays, channels_last=channels_last)
         self._arena["initial"][0] = initial
-        self.samples: list[int] = self._arena["train_counts"].tolist()
+        self.samples: list[int] = self._arena["train_counts"][:n].tolist()
         self.sketches, self.norms = self._arena["sketches"], self._arena["norms"]
 
         if workers is None:
@@ -138,16 +140,24 @@ class Engine:
         else:
             self._arena["models"][:] = start
 
-    def train(self, t: int) -> None:
-        """Local training of round t at every peer."""
-        self._crew.everyone("train", t)
+    def hold(self, i: int, place: int) -> None:
+        """From now on peer i has what holding `place` (one after the n-th) says."""
+        self.samples[i] = int(self._arena["train_counts"][place])
+        self._crew.everyone("hold", i, place)
 
-    def sketch(self) -> None:
-        """Sketch every g_i and h_i of the last training."""
-        self._crew.everyone("sketch")
+    def train(self, t: int, peers: Sequence[int] | None = None) -> None:
+        """Local training of round t at every peer, or at `peers` alone."""
+        self._crew.everyone("train", t, peers)
 
-    def losses(self, t: int, pairs: Sequence[tuple[int, int]]) -> list[float]:
-        """Return F_i(w_j^{t-1/2}) of every pair (i, j), w_j as it arrives."""
+    def sketch(self, peers: Sequence[int] | None = None) -> None:
+        """Sketch every g_i and h_i of the last training, or those of `peers` alone."""
+        self._crew.everyone("sketch", peers)
+
+    def losses(self, t: int | None, pairs: Sequence[tuple[int, int]]) -> list[float]:
+        """Return F_i(w_j^{t-1/2}) of every pair (i, j), w_j as it arrives.
+
+        On round t's draw of peer i's training samples; without a round, on those it holds out.
+        """
         if not pairs:
             return []
         i, j = np.array(pairs, dtype=np.int64).T
@@ -175,13 +185,32 @@ class Engine:
         parts: npt.NDArray[np.float64] = sum(self._crew.everyone("cosines", Pairs(i, j)))
         return parts
 
-    def mix(self, neighbours: Sequence[Sequence[int]], weights: Sequence[float]) -> None:
-        """w_i^t = the mean of w_i^{t-1/2} and its neighbours', weighted by `weights` [n]."""
+    def distances(self, pairs: Sequence[tuple[int, int]]) -> list[float]:
+        """Return ||w_j - w_i|| of every pair (i, j), w_j as it arrives; of a pair (i, i) the norm
+        of its update, ||w_i^{t-1/2} - w_i^{t-1}||."""
+        i, j = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        squares = sum(self._crew.everyone("squared_distances", Pairs(i, j)))
+        lengths: list[float] = np.sqrt(squares).tolist()
+        return lengths
+
+    def mix(
+        self,
+        neighbours: Sequence[Sequence[int]],
+        weights: Sequence[float],
+        clips: Sequence[Mapping[int, float]] | None = None,
+    ) -> None:
+        """w_i^t = the mean of w_i^{t-1/2} and its neighbours', weighted by `weights` [n].
+
+        `clips`: by i and j, to what share (1 if not given) w_j's difference from w_i is shortened.
+        """
         shares = np.array(weights, dtype=np.float64)
         starts, columns, values, own = [0], [], [], []
         for i, others in enumerate(neighbours):
             members = sorted((i, *others))
             parts = shares[members] / shares[members].sum()
+            if clips is not None:
+                parts *= [clips[i].get(j, 1.0) for j in members]
+                parts[members.index(i)] += 1 - parts.sum()
             columns += members
             values += parts.tolist()
             own.append(float(parts[members.index(i)]))
@@ -194,13 +223,14 @@ class Engine:
         )
         self._crew.everyone("mix", mixture)
 
-    def evaluate(self) -> list[Scores]:
-        """Return every peer's scores of w_i^t on its own test set."""
-        self._crew.everyone("evaluate")
+    def evaluate(self, peers: Sequence[int] | None = None) -> list[Scores]:
+        """Return every peer's scores of w_i^t on its own test set; of others than `peers`, if those
+        are given, the scores that they had before."""
+        self._crew.everyone("evaluate", peers)
         return [Scores(*row) for row in self._arena["scores"].tolist()]
 
-    def losses_of(self, i: int, models: Sequence[Vector], t: int) -> list[float]:
-        """Return what the device's own learner of peer i says of `models`, each [e]."""
+    def losses_of(self, i: int, models: Sequence[Vector], t: int | None) -> list[float]:
+        """Return F_i of `models`, each [e], on the samples that `losses` takes."""
         found: list[float] = self._crew.one(int(self._owner[i]), "losses_of", i, models, t)
         return found
 

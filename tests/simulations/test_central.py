@@ -35,6 +35,9 @@ class Target:
     def train_losses(self, models: list[Vector], t: int) -> list[float]:
         return [float(np.square(model - self.target).sum()) for model in models]
 
+    def held_losses(self, models: list[Vector]) -> list[float]:
+        return self.train_losses(models, 0)
+
     def evaluate(self, model: Vector) -> Scores:
         (loss,) = self.train_losses([model], 1)
         return Scores(1 / (1 + loss), loss)

@@ -54,6 +54,9 @@ class Softmax:
     def train_losses(self, models: list[Vector], t: int) -> list[float]:
         return [self._scores(model, *self._train).loss for model in models]
 
+    def held_losses(self, models: list[Vector]) -> list[float]:
+        return self.train_losses(models, 0)
+
     def evaluate(self, model: Vector) -> Scores:
         return self._scores(model, *self._test)
 
