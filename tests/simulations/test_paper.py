@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from peer.rundir import TopologyRow
 from simulations.paper import TABLES, Claim, _study, reading, run_paper, table_names
 from simulations.purity import purity_rows, share_pure
 from simulations.runs import Equipment
-from simulations.study import Line
+from simulations.study import Line, Setting
 
 REFERENCE = Equipment(reference=True)
 TINY = ["n=8", "matching.l=3", "matching.k=2", "rounds=2", "partition.train_per_peer=20"]
@@ -117,6 +118,30 @@ def test_theory_beside_runs(tmp_path: Path) -> None:
     (row,) = [row for row in rows if row.startswith("2,1,")]
     # Of three candidates of 7, 3 of them true, two at least are: (3 * 4 + 1) / 35.
     assert row.split(",")[2:4] == ["0.371", "0.371"]
+
+
+def test_the_table_of_cfl_is_a_line_a_run_and_needs_no_baseline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = TABLES["cfl"]
+    alone = [setting for setting in whole.settings(False) if setting.labels["partition"] == "none"]
+    assert [setting.changes["n"] for setting in alone] == [20, 100]
+    few = Setting(alone[0].labels, {**alone[0].changes, "n": 4})
+    monkeypatch.setitem(TABLES, "cfl", replace(whole, settings=lambda _: [few]))
+    changes = [
+        "rounds=2",
+        "data=digits",
+        "partition.train_per_peer=20",
+        "partition.test_per_peer=20",
+    ]
+    run_paper("cfl", tmp_path, seeds=(0, 3), overrides=changes, equipment=REFERENCE)
+    assert (tmp_path / "table.csv").read_text().splitlines() == [
+        "partition,peers,seed,splits in rounds,rounds after,adjusted Rand,as it should",
+        "none,20,0,-,2,1.000,yes",
+        "none,20,3,-,2,1.000,yes",
+    ]
+    assert "then nothing more" in capsys.readouterr().out
+    assert {path.name.split("-")[0] for path in (tmp_path / "cells").iterdir()} == {"cfl"}
 
 
 def test_pure_are_those_whose_whole_list_is_true() -> None:

@@ -84,6 +84,7 @@ def test_a_run_tells_its_perplexity(
     monkeypatch.setattr(report, "save", keep)
     report.write_report(tmp_path / "run")
     assert {"perplexity", "clustering"} <= drawn.keys()
+    assert drawn["clustering"].axes[0].get_ylabel() == "perplexity"
     first, *_, mean = drawn["perplexity"].axes[0].lines
     assert first.get_ydata()[-1] == pytest.approx(math.exp(losses[0] or 0))
     assert mean.get_ydata()[-1] == pytest.approx(summary["perplexity"])
