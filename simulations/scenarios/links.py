@@ -31,6 +31,10 @@ MATHIS = math.sqrt(1.5)
 """Of the throughput that loss p allows: SEGMENT / RTT * MATHIS / sqrt(p) (Mathis et al., 1997)."""
 
 
+MOST_KNOWN = 200_000
+"""Links that are remembered; more are worked out anew."""
+
+
 class Between(Table):
     """Links of one class, or one edge: what it does not say is as everywhere."""
 
@@ -111,7 +115,7 @@ class Conditions:
         self._seed = seed
         self._by_edge = {pair(*b.edge): b for b in links.between if b.edge is not None}
         self._by_class = {pair_of(b.classes): b for b in links.between if b.classes is not None}
-        self._shares: dict[int, npt.NDArray[np.float64]] = {}
+        self._drawn: dict[tuple[int, Distribution], npt.NDArray[np.float64]] = {}
         self._degraded: dict[int, tuple[float, float, float | None]] = {}
         self._known: dict[tuple[int, int], Link] = {}
 
@@ -119,6 +123,8 @@ class Conditions:
         """Return what a message from i to j meets."""
         found = self._known.get((i, j))
         if found is None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
             found = self._known[i, j] = self._made(i, j)
         return found
 
@@ -138,7 +144,7 @@ class Conditions:
         jitter = base.jitter if own is None or own.jitter is None else own.jitter
         bandwidth = base.bandwidth if own is None or own.bandwidth is None else own.bandwidth
         loss = base.loss if own is None or own.loss is None else own.loss
-        latency = spread.a if spread.kind == "constant" else self._drawn(spread, i, j)
+        latency = spread.a if spread.kind == "constant" else self._latency(spread, i, j)
         rate = math.inf if bandwidth is None else bandwidth * MEGABIT
         # [choice] where both ends are degraded, both factors count.
         for end in (i, j):
@@ -158,13 +164,14 @@ class Conditions:
         classes = pair_of((self._people.classes[i], self._people.classes[j]))
         return self._by_edge.get(pair(i, j)) or self._by_class.get(classes)
 
-    def _drawn(self, spread: Distribution, i: int, j: int) -> float:
+    def _latency(self, spread: Distribution, i: int, j: int) -> float:
         """Return the latency of a link: the same in both directions, whenever it is asked for."""
         low, high = pair(i, j)
-        if low not in self._shares:
+        if (low, spread) not in self._drawn:
             rng = generator(self._seed, Purpose.LINKS, index=low)
-            self._shares[low] = rng.uniform(1e-12, 1.0, size=self._people.n)
-        return float(spread.quantiles(float(self._shares[low][high])))
+            shares = rng.uniform(1e-12, 1.0, size=self._people.n)
+            self._drawn[low, spread] = spread.quantiles(shares)
+        return float(self._drawn[low, spread][high])
 
 
 def pair_of(classes: tuple[str, str]) -> tuple[str, str]:

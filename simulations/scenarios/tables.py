@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from statistics import NormalDist
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from scipy.special import ndtri
 
 from simulations.scenarios.lines import Key, MistakeError
 
@@ -41,10 +41,12 @@ class Distribution(NamedTuple):
                 return np.full(u.shape, self.a)
             case "uniform":
                 return self.a + (self.b - self.a) * u
-        z = np.array([NormalDist().inv_cdf(float(share)) for share in u.ravel()]).reshape(u.shape)
+        z = ndtri(u)
         if self.kind == "normal":
-            return np.maximum(0.0, self.a + self.b * z)
-        return self.a * np.exp(self.b * z)
+            z = np.maximum(0.0, self.a + self.b * z)
+        else:
+            z = self.a * np.exp(self.b * z)
+        return np.asarray(z, dtype=np.float64)
 
     def draw(self, rng: np.random.Generator) -> float:
         """Return one value."""

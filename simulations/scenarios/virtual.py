@@ -21,7 +21,7 @@ from peer.learning.learner import Vector
 from peer.matching.base import Evidence, Matcher, MatcherSettings
 from peer.matching.registry import create_matcher
 from peer.matching.selection import draw
-from peer.matching.similarity import gradient_similarity, loss_similarity
+from peer.matching.similarity import gradient_similarities, loss_similarity
 from peer.merit import precision, recall
 from peer.network.vectors import WIDTH
 from peer.plan import Plan
@@ -193,6 +193,7 @@ class VirtualFederation:
         self._rules = Rules.of(self.plan, learning, self.evidence)
         staleness = self.plan.network.staleness
         self._staleness = None if staleness == "async" else staleness
+        self._lockstep = self.plan.lockstep
         self._evaluate_every = evaluate_every
         self._clusters = [*scenario.people.clusters]
         self._progress = Progress()
@@ -251,7 +252,7 @@ class VirtualFederation:
         if life != self._life(peer):
             return
         peer.trained = self.clock.now
-        if self.plan.lockstep and self._outruns(peer):
+        if self._lockstep and self._outruns(peer):
             peer.stage = "held"
             self._held.append(peer)
             self.clock.after(self.plan.network.round_timeout, self._go_on, peer, life, peer.t)
@@ -287,10 +288,10 @@ class VirtualFederation:
         samples = self.learning.samples[peer.index]
         own = Snapshot(peer.training, samples, peer.attack, self._rules, self.backlog)
         peer.own, peer.training = own, None
-        kept = 1 if not self.plan.lockstep else self.plan.network.history
+        kept = 1 if not self._lockstep else self.plan.network.history
         peer.shelf[peer.t] = own
         # Who runs asks for rounds after its last finished one; older snapshots cost memory alone.
-        useless = self._progress.least if self.plan.lockstep else 0
+        useless = self._progress.least if self._lockstep else 0
         for t in [t for t in peer.shelf if t <= max(useless, peer.t - kept)]:
             del peer.shelf[t]
         peer.published = peer.t
@@ -299,7 +300,7 @@ class VirtualFederation:
         for exchange in served:
             self._serve(peer, exchange)
         peer.heard, peer.models = {}, {}
-        if self.plan.lockstep:
+        if self._lockstep:
             self.clock.after(
                 self.plan.network.round_timeout, self._expire, peer, self._life(peer), peer.t
             )
@@ -327,12 +328,9 @@ class VirtualFederation:
             losses = self.learning.losses(peer.index, list(models.values()), peer.t)
             return {j: loss_similarity(loss) for j, loss in zip(models, losses, strict=True)}
         assert peer.own is not None
-        alpha = self.plan.matching.alpha
-        return {
-            j: gradient_similarity(peer.own.own, evidence, alpha)
-            for j, own in heard
-            if (evidence := own.evidence) is not None
-        }
+        found = {j: evidence for j, own in heard if (evidence := own.evidence) is not None}
+        values = gradient_similarities(peer.own.own, [*found.values()], self.plan.matching.alpha)
+        return dict(zip(found, values, strict=True))
 
     def _finish(self, peer: VirtualPeer) -> None:
         """Average, write the rows, and begin the next round."""
@@ -412,7 +410,7 @@ class VirtualFederation:
         if not made:
             self._heard_all(peer)
             return
-        if not self.plan.lockstep or kind == "pull-newest":
+        if not self._lockstep or kind == "pull-newest":
             timeout = self.plan.network.request_timeout
             self.clock.after(timeout, self._give_up_all, made)
         for exchange in made:
@@ -457,7 +455,7 @@ class VirtualFederation:
             server.waiting.append(exchange)
             self._free_slot(self.peers[exchange.i], exchange)
             return
-        exact = self.plan.lockstep and exchange.kind != "pull-newest"
+        exact = self._lockstep and exchange.kind != "pull-newest"
         snapshot = server.shelf.get(exchange.t if exact else server.published)
         lives = self._lives(exchange)
         if snapshot is None:
@@ -475,7 +473,7 @@ class VirtualFederation:
             return server.published < 1
         if self._staleness is None:
             return False  # what is there now is what they get
-        if self.plan.lockstep and exchange.t < server.first:
+        if self._lockstep and exchange.t < server.first:
             return False
         return server.published < max(1, exchange.t - self._staleness)
 
@@ -554,7 +552,7 @@ class VirtualFederation:
 
     def _ask_again(self) -> None:
         """In lockstep the living are asked until they answer."""
-        if not self.plan.lockstep:
+        if not self._lockstep:
             return
         for peer in self.peers:
             for exchange in [*peer.asked.values()]:
