@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bootstrap.coordination import fedavg, ifca
+from peer.cluster_models import best_model, idle, initial_models
 from peer.errors import UserError
 from peer.learning.learner import Learner, Manifest, Scores, Vector
 from peer.merit import precision, recall
@@ -22,6 +23,7 @@ from peer.plan import Plan
 from simulations.population import Row, arrive
 
 if TYPE_CHECKING:
+    from simulations.attacks import Threat
     from simulations.engine.workers import Engine
 
 log = logging.getLogger(__name__)
@@ -123,6 +125,33 @@ class EngineCrew:
         return self._engine.evaluate()
 
 
+class HostileCrew:
+    """A crew of whom some send the coordinator what a threat has them send."""
+
+    def __init__(self, crew: Crew, plan: Plan, threat: Threat) -> None:
+        """Take over a crew that has the threat's poisoned data already."""
+        self._crew, self._plan, self._threat = crew, plan, threat
+        self.manifest = crew.manifest
+        self.initial = crew.initial
+        self.samples = crew.samples
+
+    def fit(self, models: Models, peers: Sequence[int], t: int) -> Models:
+        """Return what peers send: what they trained, or what attackers make of that."""
+        sent = self._crew.fit(models, peers, t).copy()
+        forged = self._threat.forge(self._plan, t, models, sent, present=peers)
+        for i, w in forged.items():
+            sent[i] = w
+        return sent
+
+    def losses(self, models: Sequence[Vector], peers: Sequence[int], t: int) -> list[list[float]]:
+        """Return the losses [peers][models]."""
+        return self._crew.losses(models, peers, t)
+
+    def evaluate(self, models: Models) -> list[Scores]:
+        """Return every peer's scores of its model."""
+        return self._crew.evaluate(models)
+
+
 class CentralPopulation:
     """The peers of `plan` and their coordinator, by `method`: fedavg or ifca.
 
@@ -154,8 +183,8 @@ class CentralPopulation:
 
     @property
     def models(self) -> Models:
-        """The model of every peer's cluster [n, e]."""
-        return self._dealt(self.cluster_models)
+        """The model of every peer's cluster [n, e], as it arrives there."""
+        return self._dealt(self._arriving(self.cluster_models))
 
     def run(self, *, evaluate_every: int = 1) -> Iterator[list[Row]]:
         """Yield the rows of every round that is left, as each is finished.
@@ -193,7 +222,7 @@ class CentralPopulation:
         """Let `peers` choose the model that has the least loss on their training data."""
         losses = self.crew.losses(models, peers, self.t)
         for i, own in zip(peers, losses, strict=True):
-            self.identities[i] = ifca.best_model(own)
+            self.identities[i] = best_model(own)
 
     def _draw_models(self) -> None:
         """Draw c models until each is some peer's best.
@@ -204,14 +233,14 @@ class CentralPopulation:
         plan, everyone = self.plan, list(range(self.plan.n))
         fewest = self.c
         while fewest and self._draws <= plan.central.redraws:
-            models = ifca.initial_models(
+            models = initial_models(
                 self.crew.initial, self.crew.manifest, self.c, plan.seed, self._draws
             )
             losses = self.crew.losses(self._arriving(models), everyone, 1)
-            identities = [ifca.best_model(own) for own in losses]
+            identities = [best_model(own) for own in losses]
             self._draws += 1
-            if (idle := len(ifca.idle(identities, self.c))) < fewest:
-                fewest, self.cluster_models, self.identities = idle, models, identities
+            if (count := len(idle(identities, self.c))) < fewest:
+                fewest, self.cluster_models, self.identities = count, models, identities
         if fewest:
             log.warning(
                 "ifca: in %d draws of %d initial models, %d at least were nobody's best: "
@@ -243,7 +272,7 @@ class CentralPopulation:
             down = self.c * self._draws  # the last draw is what the round begins with
         notes: dict[str, Any] = {"model": self.identities[i], "took_part": part}
         if self.c > 1:
-            notes["idle"] = ifca.idle(list(trained.values()), self.c)
+            notes["idle"] = idle(list(trained.values()), self.c)
         return {
             "t": self.t,
             "index": i,

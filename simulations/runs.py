@@ -17,9 +17,10 @@ from pydantic import ValidationError
 
 from peer.display import FederationView
 from peer.errors import UserError
+from peer.learning.learner import Vector
 from peer.learning.names import CUSTOM, OWN
 from peer.matching.registry import CENTRAL
-from peer.plan import CentralPlan, CflPlan, MatchingPlan, Plan, describe
+from peer.plan import CentralPlan, CflPlan, DefencePlan, MatchingPlan, Plan, describe
 from peer.plan_check import check_plan
 from peer.rundir import (
     COMPARISON,
@@ -30,11 +31,19 @@ from peer.rundir import (
     summarise,
     write_json,
 )
-from simulations.central import CentralPopulation, Crew, EngineCrew, LearnerCrew
+from simulations.central import (
+    CentralPopulation,
+    Crew,
+    EngineCrew,
+    HostileCrew,
+    LearnerCrew,
+    Models,
+)
 from simulations.population import Row
 from simulations.processes import Federation
 
 if TYPE_CHECKING:
+    from simulations.attacks import Threat
     from simulations.engine.workers import Engine
 
 PROCESSES = "processes"
@@ -83,7 +92,7 @@ def run_processes(plan: Plan, out: Path, *, peers: int | None = None) -> dict[st
     Logs and the state of every process stay in `out`/processes, those of a failed run too. Raises
     FederationError when a process fails, UserError before any starts when none could run the plan.
     """
-    check_plan(plan)
+    check_plan(plan, central=True)
     if plan.data == OWN or plan.model == CUSTOM:
         raise UserError(
             "the processes have neither data nor a model of their own",
@@ -104,7 +113,8 @@ class Equipment:
     `reference`: one learner after another in this process. Else the engine works, on `device`;
     `exact`: it trains one peer at a time as a device does, so that the results are bit by bit those
     of live peers in lockstep. `data` is a spec of what is dealt to the peers instead of the plan's,
-    `model` the import path of a factory for plans whose model is custom.
+    `model` the import path of a factory for plans whose model is custom. `threat` says which peers
+    attack and how; those of `local` cannot, as they exchange nothing.
     """
 
     reference: bool = False
@@ -112,25 +122,38 @@ class Equipment:
     device: str = "cpu"
     data: str | None = None
     model: str | None = None
+    threat: Threat | None = None
 
     def check(self, plan: Plan) -> None:
         """Raise UserError when `plan` cannot be run with it, before anything is."""
         check_plan(plan, central=True, data=self.data)
         if plan.data == OWN and self.data is None:
             raise UserError("the plan wants each peer's own data", "name some to deal: --data SPEC")
+        if threat := self.threat_to(plan):
+            threat.attackers(plan)
 
-    @property
-    def label(self) -> str:
-        """What tells results apart that other equipment computed; empty for the usual one."""
+    def threat_to(self, plan: Plan) -> Threat | None:
+        """Return the threat to a run of `plan`, if there is one."""
+        return None if plan.method == "local" else self.threat
+
+    def label(self, plan: Plan) -> str:
+        """What tells results of a plan apart that other equipment computed; empty for the usual."""
         parts = {"exact": self.exact or self.reference, self.device: self.device != "cpu"}
         names = [name for name, holds in parts.items() if holds]
         if local := f"{self.data or ''} {self.model or ''}".strip():
             names.append(hashlib.sha256(local.encode()).hexdigest()[:8])
+        if threat := self.threat_to(plan):
+            names.append(threat.label)
         return "-".join(names)
 
 
 class Rounds(Protocol):
     """A population, whatever computes it."""
+
+    @property
+    def models(self) -> Sequence[Vector] | Models:
+        """Every peer's model w_i^t [n, e]."""
+        ...
 
     def run(self, *, evaluate_every: int = 1) -> Iterator[list[Row]]:
         """Yield the rows of every round, by index."""
@@ -154,19 +177,24 @@ class PopulationMaker:
 
         Raises UserError for a method, model, data or device that cannot be used.
         """
+        threat = self.equipment.threat_to(plan)
         if self.equipment.reference:
             from simulations.population import Population, make_learners
 
-            learners = make_learners(plan, data=self.equipment.data, model=self.equipment.model)
+            learners = make_learners(
+                plan, data=self.equipment.data, model=self.equipment.model, threat=threat
+            )
             if plan.method in CENTRAL:
-                return _coordinated(plan, LearnerCrew(learners))
-            return Population(plan, plan.method, learners=learners)
+                return _coordinated(plan, LearnerCrew(learners), threat)
+            return Population(plan, plan.method, learners=learners, threat=threat)
         from simulations.engine.laboratory import Laboratory
 
-        engine = self._engine_for(plan)
+        engine = self._engine_for(plan, threat)
         if plan.method in CENTRAL:
-            return _coordinated(plan, EngineCrew(engine))
-        return Laboratory(plan, plan.method, exact=self.equipment.exact, engine=engine)
+            return _coordinated(plan, EngineCrew(engine), threat)
+        return Laboratory(
+            plan, plan.method, exact=self.equipment.exact, engine=engine, threat=threat
+        )
 
     def close(self) -> None:
         """End the engine, if there is one."""
@@ -185,8 +213,9 @@ class PopulationMaker:
     ) -> None:
         self.close()
 
-    def _engine_for(self, plan: Plan) -> Engine:
+    def _engine_for(self, plan: Plan, threat: Threat | None) -> Engine:
         from peer.learning.build import check_model
+        from simulations.engine.laboratory import poisoned_holdings
         from simulations.engine.workers import Engine
 
         check_model(plan, self.equipment.model)
@@ -194,16 +223,23 @@ class PopulationMaker:
             "loss_samples": plan.matching.loss_samples,
             "sketch_buckets": plan.matching.sketch_buckets,
         }
+        gate = {"gate": plan.defence.gate, "gate_samples": plan.defence.gate_samples}
         common = plan.model_copy(
             update={
-                "method": "local",
+                # `local` stands for all that hold out no samples, `random` for those that do.
+                "method": "random" if plan.held_out(4) else "local",
                 "rounds": 1,
+                "defence": DefencePlan.model_validate(gate) if plan.held_out(4) else DefencePlan(),
                 "matching": MatchingPlan.model_validate(matching),
                 "central": CentralPlan(),
                 "cfl": CflPlan(),
             }
         )
-        if self._engine is None or self._serves != common.digest:
+        holdings = poisoned_holdings(plan, threat)
+        serves = common.digest
+        if holdings is not None and threat is not None:
+            serves += threat.label
+        if self._engine is None or self._serves != serves:
             self.close()
             self._engine = Engine(
                 common,
@@ -211,8 +247,9 @@ class PopulationMaker:
                 model=self.equipment.model,
                 exact=self.equipment.exact,
                 device=self.equipment.device,
+                holdings=holdings,
             )
-            self._serves = common.digest
+            self._serves = serves
         return self._engine
 
 
@@ -230,25 +267,71 @@ def run_population(
     The summary says in `bytes_moved` how much of models and evidence was carried, each byte once.
     """
     own = PopulationMaker() if maker is None else nullcontext(maker)
-    (Equipment() if maker is None else maker.equipment).check(plan)
+    equipment = Equipment() if maker is None else maker.equipment
+    equipment.check(plan)
+    threat = equipment.threat_to(plan)
+    attackers = [] if threat is None else threat.attackers(plan)
     clear_run(out)
     began = time.monotonic()
     with own as making, RunWriter(out, plan) as writer:
         last: list[MetricRow] = []
+        chosen = Chosen(attackers)
         population = making.make(plan)
-        for rows in _metric_rows(population.run(evaluate_every=evaluate_every), plan.n):
+        rounds = population.run(evaluate_every=evaluate_every)
+        for rows in _metric_rows(rounds, plan.n, attackers):
             for metric, topology in rows:
                 writer.append(metric, topology)
+                chosen.count(topology)
             last = [metric for metric, _ in rows]
             if progress is not None:
                 progress(plan.method, last[0].t)
         if plan.method == "cfl":
             _keep_tree(population, out)
-        return writer.write_summary(wall_s=time.monotonic() - began, extra=_traffic(plan, last))
+        extra: dict[str, Any] = _traffic(plan, last)
+        if threat is not None:
+            extra |= {"attack": threat.label, "attackers": attackers, "chosen": chosen.share}
+            extra |= _harm(plan, threat, population.models, equipment)
+        return writer.write_summary(wall_s=time.monotonic() - began, extra=extra)
 
 
-def _coordinated(plan: Plan, crew: Crew) -> Rounds:
+@dataclass
+class Chosen:
+    """How often honest peers average with attackers."""
+
+    attackers: Sequence[int]
+    _neighbours: int = 0
+    _hostile: int = 0
+
+    def count(self, row: TopologyRow) -> None:
+        """Count one peer's neighbours of one round."""
+        if row.index not in self.attackers:
+            self._neighbours += len(row.neighbours)
+            self._hostile += sum(j in self.attackers for j in row.neighbours)
+
+    @property
+    def share(self) -> float | None:
+        """The share of attackers among the neighbours of honest peers, over all rounds."""
+        return self._hostile / self._neighbours if self._neighbours else None
+
+
+def _harm(
+    plan: Plan, threat: Threat, models: Sequence[Vector] | Models, equipment: Equipment
+) -> dict[str, float]:
+    """Return what an attack did beside costing accuracy: the success of a backdoor."""
+    if threat.attack != "backdoor":
+        return {}
+    from simulations.attacks import backdoor_success
+
+    attackers = threat.attackers(plan)
+    honest = [i for i in range(plan.n) if i not in attackers]
+    rate = backdoor_success(plan, models, honest, data=equipment.data, model=equipment.model)
+    return {"backdoor": rate}
+
+
+def _coordinated(plan: Plan, crew: Crew, threat: Threat | None) -> Rounds:
     """Return the population of a method that a coordinator runs."""
+    if threat is not None:
+        crew = HostileCrew(crew, plan, threat)
     if plan.method != "cfl":
         return CentralPopulation(plan, plan.method, crew)
     from simulations.clustered import ClusteredPopulation
@@ -282,7 +365,8 @@ def compare(
         choices: list[TopologyRow] = []
         curve: list[tuple[int, float]] = []
         variant = changed(plan, {"method": method})
-        population = Population(variant, method, learners=learners)
+        same = variant.held_out(4) == plan.held_out(4)  # whether both train on the same samples
+        population = Population(variant, method, learners=learners if same else None)
         for rows in _metric_rows(population.run(), plan.n):
             metrics += [metric for metric, _ in rows]
             choices = [topology for _, topology in rows]
@@ -298,7 +382,7 @@ def compare(
 
 
 def _metric_rows(
-    rounds: Iterable[list[Row]], n: int
+    rounds: Iterable[list[Row]], n: int, attackers: Sequence[int] = ()
 ) -> Iterator[list[tuple[MetricRow, TopologyRow]]]:
     """Yield the rows of every round of a population, by index, their bytes summed up."""
     received, sent = [0] * n, [0] * n
@@ -315,6 +399,7 @@ def _metric_rows(
                     "payload_received": received[index],
                     "payload_sent": sent[index],
                     "time": time.time(),
+                    "attacker": index in attackers,
                 }
             )
             pairs.append((metric, TopologyRow.model_validate(row)))
