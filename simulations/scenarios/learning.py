@@ -23,6 +23,7 @@ from peer.randomness import Purpose, generator
 from simulations.engine.shares import Holding
 from simulations.engine.workers import Engine
 from simulations.population import SKETCH_PRECISION, arrive
+from simulations.runs import Equipment
 from simulations.scenarios.attacks import ATTACKS
 from simulations.scenarios.scenario import Scenario
 
@@ -128,14 +129,25 @@ class EngineLearning:
     """The engine: all that is to be trained at once, on every core. Close it, or use a `with`."""
 
     def __init__(
-        self, scenario: Scenario, *, workers: int | None = None, exact: bool = False
+        self,
+        scenario: Scenario,
+        equipment: Equipment,
+        *,
+        workers: int | None = None,
     ) -> None:
         """Start the engine (see there for its arguments). Raises UserError."""
         plan = scenario.plan
         now = [Holding(i, plan.cluster_of(i), scenario.equipment[i].data) for i in range(plan.n)]
         later = [Holding(i, c, scenario.equipment[i].data) for i, c in scenario.drifts]
         self._places = {(own.index, own.cluster): plan.n + k for k, own in enumerate(later)}
-        self._engine = Engine(plan, workers=workers, exact=exact, holdings=[*now, *later])
+        self._engine = Engine(
+            plan,
+            data=equipment.data,
+            model=equipment.model,
+            workers=workers,
+            exact=equipment.exact,
+            holdings=[*now, *later],
+        )
         first = create_matcher(plan.method, MatcherSettings.from_plan(plan, 0))
         self._sketched = first.evidence is Evidence.GRADIENT and plan.matching.evidence == "sketch"
         self.manifest = self._engine.manifest

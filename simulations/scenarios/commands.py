@@ -1,0 +1,108 @@
+"""What `simulate` does with scenarios: run, show, list, sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from peer.display import human_bytes
+from peer.files import write_atomically
+from peer.rundir import SUMMARY, MetricRow, read_topology
+from simulations.compare import make_console
+from simulations.demo import comparison_table
+from simulations.figures import save
+from simulations.report import PLOTS, write_report
+from simulations.runs import Equipment
+from simulations.scenarios.runs import run_scenario
+from simulations.scenarios.scenario import Scenario, load, shipped
+from simulations.scenarios.sweep import parse_grid, run_sweep, sweep_table, write_csv
+from simulations.scenarios.topology import describe_graph
+
+
+def run(
+    path: Path, changes: Mapping[str, Any], out: Path | None, *, equipment: Equipment, animate: bool
+) -> None:
+    """Run the scenario of a file on the virtual network, print what came of it, and draw it."""
+    scenario = load(path).changed(changes)
+    out = out or Path("runs") / f"{scenario.name}-{scenario.plan.method}"
+    console = Console(highlight=False)
+    console.print(f"{scenario.name}: {describe_graph(scenario.graph)}")
+    with _progress(console) as progress:
+        task = progress.add_task("", total=scenario.plan.rounds * scenario.plan.n)
+
+        def show(row: MetricRow) -> None:
+            progress.update(task, advance=1, description=f"{row.time:.1f} virtual s")
+
+        summary = run_scenario(scenario, out, equipment=equipment, progress=show)
+    console.print(comparison_table([("virtual network", summary)]))
+    console.print(
+        f"Virtual time: {summary['virtual_s']:.1f} s; sent {human_bytes(summary['bytes_sent'])}, "
+        f"lost {human_bytes(summary['bytes_lost'])}; left out {summary['missing']} times"
+    )
+    print(f"Summary:  {out / SUMMARY}")
+    print(f"Pictures: {write_report(out)[0].parent}/")
+    if animate:
+        from simulations.scenarios.pictures import animate_bags
+
+        print(animate_bags(scenario.plan, read_topology(out), out / PLOTS / "bags.gif"))
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(),
+        TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False),
+        console=console, disable=not console.is_terminal, speed_estimate_period=600,
+    )  # fmt: skip
+
+
+def show(path: Path, out: Path | None) -> None:
+    """Draw the topology and the script of a scenario before anything runs."""
+    from simulations.scenarios.pictures import scenario_figure, tell
+
+    scenario = load(path)
+    print(f"{scenario.name}: {scenario.claim}" if scenario.claim else scenario.name)
+    plan = scenario.plan
+    print(f"{plan.method}, {plan.data}, {plan.partition.label}, {plan.rounds} rounds")
+    print(f"{scenario.topology.kind}: {describe_graph(scenario.graph)}")
+    for event in sorted(scenario.script, key=lambda own: (own.round or 0, own.second or 0.0)):
+        when = f"round {event.round}" if event.round is not None else f"second {event.second:g}"
+        print(f"{when:<12} {tell(event)}")
+    stem = out.with_suffix("") if out is not None else Path("runs") / f"{scenario.name}-scenario"
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    for picture in save(scenario_figure(scenario), stem):
+        print(picture)
+
+
+def listing() -> None:
+    """Say which scenarios come with panmesh."""
+    for own in shipped():
+        print(f"{own.name:<24} {own.claim}")
+
+
+def sweep(
+    path: Path,
+    grid: Sequence[str],
+    changes: Mapping[str, Any],
+    out: Path | None,
+    *,
+    processes: int | None,
+) -> None:
+    """Run every combination of the values of some keys, print a table, and write it as CSV."""
+    scenario: Scenario = load(path).changed(changes)
+    out = out or Path("runs") / f"{scenario.name}-sweep"
+    console = make_console()
+    results = run_sweep(scenario, parse_grid(grid), out, processes=processes, console=console)
+    console.print(sweep_table(results))
+    write_atomically(out / "scenario.toml", scenario.to_toml())
+    print(write_csv(results, out / "sweep.csv"))

@@ -1,0 +1,84 @@
+"""A scenario run on the virtual network into a run directory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from peer.errors import UserError
+from peer.files import write_atomically
+from peer.rundir import MetricRow, RunWriter
+from simulations.runs import Equipment, clear_run
+from simulations.scenarios.scenario import Scenario
+
+SCENARIO = "scenario.toml"
+"""The file of a run directory that holds the scenario, its plan in it."""
+
+Progress = Callable[[MetricRow], None]
+"""Told every round that a peer finishes."""
+
+
+def run_scenario(
+    scenario: Scenario,
+    out: Path,
+    *,
+    equipment: Equipment | None = None,
+    workers: int | None = None,
+    evaluate_every: int = 1,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Run `scenario` on the virtual network; return the summary of the run in `out`.
+
+    An earlier run in `out` is replaced. `equipment` and `workers` say what the learning is computed
+    with, as for the laboratory, on the CPU. Rows have virtual seconds since the beginning as their
+    time. Beside the usual figures the summary has `virtual_s`, the end of the last round;
+    `bytes_lost`, payload that was sent and did not arrive; where peers lie, the accuracies of those
+    that do not. Raises UserError before anything runs when it cannot be run.
+    """
+    from simulations.scenarios.learning import EngineLearning
+    from simulations.scenarios.virtual import VirtualFederation
+
+    plan = scenario.plan
+    equipment = equipment or Equipment()
+    equipment.check(plan)
+    if equipment.reference or equipment.device != "cpu":
+        raise UserError("the virtual network computes with the engine, on the cpu")
+    clear_run(out)
+    began = time.monotonic()
+    last: dict[int, MetricRow] = {}
+    with (
+        EngineLearning(scenario, equipment, workers=workers) as learning,
+        RunWriter(out, plan) as writer,
+    ):
+        write_atomically(out / SCENARIO, scenario.to_toml())
+        federation = VirtualFederation(scenario, learning, evaluate_every=evaluate_every)
+        for metric, topology in federation.run():
+            writer.append(metric, topology)
+            last[metric.index] = metric
+            if progress is not None:
+                progress(metric)
+        received = sum(peer.received for peer in federation.peers)
+        extra = {
+            "scenario": scenario.name,
+            "bytes_sent": sum(peer.sent for peer in federation.peers),
+            "bytes_received": received,
+            "bytes_moved": received,
+            "bytes_lost": federation.lost,
+            "virtual_s": round(max((row.time for row in last.values()), default=0.0), 3),
+            **_honest([*last.values()]),
+        }
+        return writer.write_summary(wall_s=time.monotonic() - began, extra=extra)
+
+
+def _honest(rows: Sequence[MetricRow]) -> dict[str, Any]:
+    """Return the accuracies of those that do not lie, where others do."""
+    honest = [row.accuracy or 0.0 for row in rows if "attack" not in row.notes]
+    if len(honest) == len(rows):
+        return {}
+    return {
+        "accuracy_honest_mean": fmean(honest) if honest else None,
+        "accuracy_honest_worst": min(honest, default=None),
+    }
