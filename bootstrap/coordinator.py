@@ -262,7 +262,7 @@ class Coordinator:
             )
         if (
             going_on is None
-            or self._owners.get(index) != record.peer
+            or not self._asked(going_on, index)
             or index in going_on.answers
             or index in going_on.collecting
         ):
@@ -420,17 +420,22 @@ class Coordinator:
         """Return who is there and owes an answer, or has not closed the last round yet."""
         if self._open is None:
             return []
-        answers, tasks = self._open.answers, self._open.exchange.tasks
+        going_on = self._open
         return [
             i
             for i in self._there()
-            if ((i in tasks and i not in answers) or self._unclosed(i))
+            if ((self._asked(going_on, i) and i not in going_on.answers) or self._unclosed(i))
             and self._clients[i].record.peer not in self._overdue
         ]
 
     def _unheard(self, going_on: _Open) -> bool:
         """Return whether nobody has answered, though some of those asked are there."""
-        return not going_on.answers and any(i in going_on.exchange.tasks for i in self._there())
+        return not going_on.answers and any(self._asked(going_on, i) for i in self._there())
+
+    def _asked(self, going_on: _Open, index: int) -> bool:
+        """Return whether the peer that reports under an index is one of those that were asked."""
+        peer = self._clients[index].record.peer
+        return index in going_on.exchange.tasks and self._owners.get(index) == peer
 
     def _unclosed(self, index: int) -> bool:
         closing, client = self._closing, self._clients[index]
