@@ -478,6 +478,7 @@ async def test_an_index_that_goes_to_another_is_a_new_peer_to_be_routed() -> Non
             assert (await other.report())[0] is None
             await a.train(1, 1, 1, 1)
             await a.close()
+            await a.report()
             # It came after the last round: the tree takes it to the cluster that it is like.
             assert (await other.train(2, 2, 2, 2)).model == 0
             task, standing = await other.close()
