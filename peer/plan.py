@@ -39,6 +39,13 @@ class MatchingPlan(_Table):
     alpha: float = Field(
         default=0.5, ge=0, le=1, description="weight of cos(g_i, g_j) against cos(h_i, h_j)"
     )
+    fade: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="alpha counts in full while ||g_i|| is at least this share of ||h_i||, and "
+        "less in proportion below; 0: always, as in the paper",
+    )
     evidence: Literal["sketch", "exact"] = Field(
         default="sketch", description="what gradient-based similarity is computed from"
     )

@@ -375,8 +375,8 @@ class Rounds:
         self, own: GradientEvidence | None, others: dict[int, GradientEvidence]
     ) -> dict[int, float]:
         assert own is not None, "gradient-based similarity has an own side"
-        alpha = self.plan.matching.alpha
-        return {j: gradient_similarity(own, other, alpha) for j, other in others.items()}
+        alpha, fade = self.plan.matching.alpha, self.plan.matching.fade
+        return {j: gradient_similarity(own, other, alpha, fade) for j, other in others.items()}
 
     async def _mix(self, trained: Vector, received: dict[int, Received]) -> Mixed:
         """Return w^t [e] from w^{t-1/2} and the neighbours' models, as the plan defends it."""

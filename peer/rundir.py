@@ -82,6 +82,9 @@ class MetricRow(_Row):
     seconds: Seconds = Seconds()
     time: float = Field(default=0.0, description="when the round ended, Unix seconds")
     notes: dict[str, Any] = Field(default_factory=dict, description="what the matcher has to say")
+    attacker: bool = Field(
+        default=False, description="whether an experiment has it attack; no figure counts it then"
+    )
 
 
 class TopologyRow(_Row):
@@ -243,11 +246,13 @@ def summarise(
     Figures are means over the peers that `rows` tells of, each at its own last round (`finished`
     counts those that reached the plan's last); null where no peer has the figure. `bytes_sent` and
     `bytes_received` are payload (models and evidence), `wire_sent` and `wire_received` everything;
-    all in bytes, summed over peers. `extra` is added as it is.
+    all in bytes, summed over peers, attackers' too; all other figures are of honest peers. `extra`
+    is added as it is.
     """
     last = final_rows(rows)
-    accuracies = _present(row.accuracy for row in last)
-    loss = _mean(_present(row.loss for row in last))
+    honest = [row for row in last if not row.attacker]
+    accuracies = _present(row.accuracy for row in honest)
+    loss = _mean(_present(row.loss for row in honest))
     bags = {row.index: frozenset(row.bag) for row in final_rows(topology)}
     return {
         "method": plan.method,
@@ -258,8 +263,8 @@ def summarise(
         "rounds": plan.rounds,
         "accuracy_mean": _mean(accuracies),
         "accuracy_worst": min(accuracies, default=None),
-        "precision": _mean(_present(row.precision for row in last)),
-        "recall": _mean(_present(row.recall for row in last)),
+        "precision": _mean(_present(row.precision for row in honest)),
+        "recall": _mean(_present(row.recall for row in honest)),
         "clusters_found": clusters_found(bags) if len(bags) > 1 and any(bags.values()) else None,
         "bytes_sent": sum(row.payload_sent for row in last),
         "bytes_received": sum(row.payload_received for row in last),

@@ -7,7 +7,7 @@ way: what a network run must reproduce, and what it is compared with.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peer.aggregation import with_own_statistics
 from peer.defence import Mixed, mix, refusals
@@ -22,6 +22,9 @@ from peer.network.vectors import WIDTH, Precision, decode_vector, encode_vector
 from peer.plan import Plan
 from peer.randomness import Purpose, generator
 
+if TYPE_CHECKING:
+    from simulations.attacks import Threat
+
 Row = dict[str, Any]
 """One peer's line of the metrics: t, index, cluster, accuracy, loss, bag, neighbours, precision,
 recall, payload_received (bytes of models and evidence), notes. JSON-able."""
@@ -31,16 +34,25 @@ SKETCH_PRECISION: Precision = "float32"
 
 
 def make_learners(
-    plan: Plan, *, data: str | None = None, model: str | None = None
+    plan: Plan,
+    *,
+    data: str | None = None,
+    model: str | None = None,
+    threat: Threat | None = None,
 ) -> list[Learner]:
     """Return every peer's learner.
 
     `data` is a spec of what is dealt instead of the plan's, `model` the import path of a factory
-    for a plan whose model is custom. Raises UserError when one of them cannot be had.
+    for a plan whose model is custom; `threat` may poison the data of some. Raises UserError when
+    one of them cannot be had.
     """
     from peer.learning.build import prepare
 
-    return [prepare(plan, index, data=data, dealt=True, model=model)[0] for index in range(plan.n)]
+    poisons = {} if threat is None else threat.poisons(plan)
+    return [
+        prepare(plan, i, data=data, dealt=True, model=model, poison=poisons.get(i))[0]
+        for i in range(plan.n)
+    ]
 
 
 def arrive(vector: Vector, plan: Plan, precision: Precision | None = None) -> Vector | None:
@@ -65,18 +77,25 @@ class Population:
     """
 
     def __init__(
-        self, plan: Plan, method: str, *, learners: Sequence[Learner] | None = None
+        self,
+        plan: Plan,
+        method: str,
+        *,
+        learners: Sequence[Learner] | None = None,
+        threat: Threat | None = None,
     ) -> None:
         """Build the peers, and their learners unless given.
 
+        `threat` says who attacks, and how; learners that are given have its poisoned data already.
         Raises UserError for a method, model or data that cannot be used.
         """
         self.plan = plan
+        self.threat = threat
         self.matchers = [
             create_matcher(method, MatcherSettings.from_plan(plan, i)) for i in range(plan.n)
         ]
         self.evidence = self.matchers[0].evidence
-        self.learners = make_learners(plan) if learners is None else learners
+        self.learners = make_learners(plan, threat=threat) if learners is None else learners
         if len(self.learners) != plan.n:
             raise ValueError(f"{len(self.learners)} learners for {plan.n} peers")
         self.manifest = self.learners[0].manifest
@@ -133,9 +152,9 @@ class Population:
             models = {j: model for j in asked if (model := snapshots.model(j)) is not None}
             losses = self.learners[i].train_losses(list(models.values()), self.t)
             return {j: loss_similarity(loss) for j, loss in zip(models, losses, strict=True)}
-        alpha = self.plan.matching.alpha
+        alpha, fade = self.plan.matching.alpha, self.plan.matching.fade
         return {
-            j: gradient_similarity(snapshots.own_evidence(i), evidence, alpha)
+            j: gradient_similarity(snapshots.own_evidence(i), evidence, alpha, fade)
             for j in asked
             if (evidence := snapshots.evidence(j)) is not None
         }
@@ -200,32 +219,52 @@ class _Snapshots:
         self._initial = population.initial
         self._before = population.models.copy()
         self._trained = trained
+        self._threat = population.threat
+        self._forged: dict[int, Vector] = {}
+        if self._threat is not None:
+            self._forged = self._threat.forge(population.plan, population.t, self._before, trained)
         self._models: dict[int, Vector | None] = {}
         self._own: dict[int, GradientEvidence] = {}
 
     def model(self, j: int) -> Vector | None:
-        """Return w_j^{t-1/2} [e] as it arrives."""
+        """Return w_j^{t-1/2} [e], or what peer j sends instead, as it arrives."""
         if j not in self._models:
-            self._models[j] = arrive(self._trained[j], self._plan)
+            self._models[j] = arrive(self._forged.get(j, self._trained[j]), self._plan)
         return self._models[j]
 
     def own_evidence(self, i: int) -> GradientEvidence:
         """Return what peer i compares others with: g_i and h_i [trainable], or their sketches."""
         if i not in self._own:
-            w, m = self._trained[i], self._trainable
-            g, h = (w - self._before[i])[:m], (w - self._initial)[:m]
-            if self._sketch is not None:
-                g, h = self._sketch.apply(g), self._sketch.apply(h)
-            self._own[i] = GradientEvidence(g, h)
+            w = self._trained[i]
+            self._own[i] = self._of(w - self._before[i], w - self._initial)
         return self._own[i]
+
+    def _of(self, g: Vector, h: Vector) -> GradientEvidence:
+        g, h = g[: self._trainable], h[: self._trainable]
+        if self._sketch is not None:
+            g, h = self._sketch.apply(g), self._sketch.apply(h)
+        return GradientEvidence(g, h)
+
+    def _told(self, j: int) -> GradientEvidence:
+        """Return what peer j says of g_j and h_j: the truth about the model that it sends.
+
+        An attacker that feigns tells of the update that it trained instead: nobody can check g.
+        """
+        told = self.own_evidence(j)
+        if j in self._forged:
+            w = self._forged[j]
+            forged = self._of(w - self._before[j], w - self._initial)
+            feigns = self._threat is not None and self._threat.feign
+            told = GradientEvidence(told.g if feigns else forged.g, forged.h)
+        return told
 
     def evidence(self, j: int) -> GradientEvidence | None:
         """Return the evidence of peer j as it arrives: both sketches, or g_j, and h_j from w_j."""
-        own = self.own_evidence(j)
+        told = self._told(j)
         if self._sketch is not None:
-            g, h = (arrive(part, self._plan, SKETCH_PRECISION) for part in own)
+            g, h = (arrive(part, self._plan, SKETCH_PRECISION) for part in told)
         else:
             w = self.model(j)
-            g = arrive(own.g, self._plan)
+            g = arrive(told.g, self._plan)
             h = None if w is None else (w - self._initial)[: self._trainable]
         return None if g is None or h is None else GradientEvidence(g, h)

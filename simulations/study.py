@@ -28,13 +28,15 @@ from rich.progress import (
 
 from peer.errors import UserError
 from peer.matching.registry import CENTRAL, method_names
-from peer.plan import CentralPlan, CflPlan, MatchingPlan, Plan
+from peer.plan import CentralPlan, CflPlan, DefencePlan, MatchingPlan, Plan
 from peer.rundir import SUMMARY, final_rows, read_json, read_metrics, read_plan
 from simulations.runs import Equipment, PopulationMaker, changed, run_population
 
 CELLS = "cells"
 BASELINE = "local"
 MAX_CELLS = 10_000
+FAR_BELOW = 0.02
+"""How much accuracy a peer may lose by learning with others, by the noise of its test set."""
 
 _NONE: frozenset[str] = frozenset()
 _MIX = frozenset({"k", "weighting"})
@@ -46,7 +48,7 @@ _ASKS_FOR = {
     "oracle": (_MIX, _NONE),
     "pens": (_SEARCH | {"loss_samples"}, _NONE),
     "panm-loss": (_SEARCH | {"loss_samples", "tau"}, _NONE),
-    "panm-grad": (_SEARCH | {"alpha", "evidence", "sketch_buckets", "tau"}, _NONE),
+    "panm-grad": (_SEARCH | {"alpha", "evidence", "fade", "sketch_buckets", "tau"}, _NONE),
     "fedavg": (frozenset({"weighting"}), frozenset({"fraction"})),
     "ifca": (
         frozenset({"weighting", "loss_samples"}),
@@ -128,6 +130,8 @@ def canonical(plan: Plan) -> Plan:
         "central": CentralPlan.model_validate(plan.central.model_dump(include=set(central))),
         "cfl": CflPlan(),
     }
+    if plan.method == BASELINE:
+        update["defence"] = DefencePlan()
     return plan.model_copy(update=update)
 
 
@@ -143,10 +147,11 @@ def parse_variation(text: str) -> list[tuple[str, str, Any]]:
     if key in ("method", "seed"):
         raise UserError(f"{key} is not set by --set", f"use --{key}s")
     parts = [part.strip() for part in values.split(",") if part.strip()]
-    return [(key, part, _toml_value(part)) for part in parts]
+    return [(key, part, toml_value(part)) for part in parts]
 
 
-def _toml_value(text: str) -> Any:
+def toml_value(text: str) -> Any:
+    """Return the value that `text` is in TOML; what is none is a text itself."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, KeyError):
@@ -173,8 +178,10 @@ class Line:
 
     Accuracies are shares in [0, 1]. `accuracy_sd` is the sample standard deviation over seeds,
     `accuracy_worst` the least of any peer with any seed, `below_local` the mean number of peers
-    that do worse than by themselves with the same seed; `perplexity` is of text only; `bytes_moved`
-    and `seconds` are a run's.
+    that do worse than by themselves with the same seed, `far_below_local` the largest number that
+    do by more than FAR_BELOW; `perplexity` is of text only; `bytes_moved` and `seconds` are those
+    of a run. With attackers, all are of honest peers, `backdoor` is a backdoor's success, `chosen`
+    the share of attackers among those that they averaged with.
     """
 
     labels: Mapping[str, str]
@@ -191,6 +198,9 @@ class Line:
     seconds: float
     runs: tuple[Path, ...]
     perplexity: float | None = None
+    far_below_local: int | None = None
+    backdoor: float | None = None
+    chosen: float | None = None
 
     @property
     def figures(self) -> dict[str, float | int | None]:
@@ -230,7 +240,7 @@ def run_study(
 
 def cell_folder(out: Path, plan: Plan, equipment: Equipment) -> Path:
     """Return the run directory of a plan in the study that is kept in `out`."""
-    parts = (plan.method, plan.digest[:12], equipment.label)
+    parts = (plan.method, plan.digest[:12], equipment.label(plan))
     return out / CELLS / "-".join(part for part in parts if part)
 
 
@@ -298,9 +308,9 @@ def _line(cells: Sequence[Cell], out: Path, equipment: Equipment, baseline: bool
     alone = [cell_folder(out, _baseline(cell), equipment) for cell in cells] if baseline else []
     summaries = [read_json(run / SUMMARY) for run in runs]
     accuracies = [_accuracies(run) for run in runs]
-    below = [
-        float(sum(a < b for a, b in zip(own, _accuracies(local), strict=True)))
-        for own, local in zip(accuracies, alone, strict=False)  # none without a baseline
+    lost = [  # empty without a baseline
+        [local[i] - own[i] for i in own]
+        for own, local in zip(accuracies, map(_accuracies, alone), strict=False)
     ]
     means = [summary["accuracy_mean"] for summary in summaries]
     return Line(
@@ -309,8 +319,8 @@ def _line(cells: Sequence[Cell], out: Path, equipment: Equipment, baseline: bool
         seeds=len(cells),
         accuracy_mean=fmean(means),
         accuracy_sd=stdev(means) if len(means) > 1 else None,
-        accuracy_worst=min(map(min, accuracies)),
-        below_local=fmean(below) if below else None,
+        accuracy_worst=min(min(own.values()) for own in accuracies),
+        below_local=fmean(float(sum(loss > 0 for loss in own)) for own in lost) if lost else None,
         precision=_mean(summaries, "precision"),
         recall=_mean(summaries, "recall"),
         clusters_found=_mean(summaries, "clusters_found"),
@@ -318,12 +328,16 @@ def _line(cells: Sequence[Cell], out: Path, equipment: Equipment, baseline: bool
         seconds=fmean(summary["wall_s"] for summary in summaries),
         runs=tuple(runs),
         perplexity=_mean(summaries, "perplexity"),
+        far_below_local=max((sum(loss > FAR_BELOW for loss in own) for own in lost), default=None),
+        backdoor=_mean(summaries, "backdoor"),
+        chosen=_mean(summaries, "chosen"),
     )
 
 
-def _accuracies(run: Path) -> list[float]:
-    """Return every peer's accuracy after its last round, by index."""
-    return [row.accuracy or 0.0 for row in final_rows(read_metrics(run))]
+def _accuracies(run: Path) -> dict[int, float]:
+    """Return every honest peer's accuracy after its last round, by index."""
+    rows = final_rows(read_metrics(run))
+    return {row.index: row.accuracy or 0.0 for row in rows if not row.attacker}
 
 
 def _mean(summaries: Sequence[Mapping[str, Any]], key: str) -> float | None:

@@ -38,8 +38,8 @@ class PeerData:
     held: tuple[Array, Labels] | None = None
 
 
-Poison = Callable[[Array, Labels], tuple[Array, Labels]]
-"""Stored training inputs [m, *shape] and labels [m] of a cluster -> those of an attacker."""
+Poison = Callable[[Array, Labels, int], tuple[Array, Labels]]
+"""Stored training inputs [m, *shape], labels [m], number of classes -> what an attacker has."""
 
 
 def deal(
@@ -60,7 +60,7 @@ def deal(
 
     train_x, train_y = transform(dataset.train_x[train], dataset.train_y[train], cluster)
     if poison is not None:
-        train_x, train_y = poison(train_x, train_y)
+        train_x, train_y = poison(train_x, train_y, dataset.classes)
     test_x, test_y = transform(dataset.test_x[test], dataset.test_y[test], cluster)
     kept, held = hold_out(plan, index, np.arange(len(train)))
     held_x, held_y = train_x[held], train_y[held]

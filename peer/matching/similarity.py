@@ -73,20 +73,21 @@ def _norm(vector: Vector) -> float:
 
 
 def gradient_similarities(
-    own: GradientEvidence, others: Sequence[GradientEvidence], alpha: float
+    own: GradientEvidence, others: Sequence[GradientEvidence], alpha: float, fade: float = 0.0
 ) -> list[float]:
     """Return the `gradient_similarity` with each of `others`: the same bits, for less Python."""
     if not others:
         return []
     g = _cosines(own.g, np.stack([other.g for other in others]))
     h = _cosines(own.h, np.stack([other.h for other in others]))
-    return [alpha * a + (1 - alpha) * b for a, b in zip(g, h, strict=True)]
+    weight = faded(alpha, fade, _norm(own.g), _norm(own.h))
+    return [weight * a + (1 - weight) * b for a, b in zip(g, h, strict=True)]
 
 
 def _cosines(own: Vector, others: Vector) -> list[float]:
     """Return the `cosine` of `own` [m] with each row of `others` [c, m]."""
+    norm = _norm(own)
     with np.errstate(invalid="ignore", over="ignore"):
-        norm = math.sqrt(float(np.sum(np.multiply(own, own, dtype=np.float64))))
         dots, squares = (
             np.sum(np.multiply(x, others, dtype=np.float64), axis=1).tolist() for x in (own, others)
         )

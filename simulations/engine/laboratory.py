@@ -10,21 +10,26 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from peer.defence import admitted, refusals
 from peer.learning.learner import Manifest, Scores, Vector
 from peer.matching.base import Evidence, MatcherSettings
 from peer.matching.registry import create_matcher
-from peer.matching.similarity import loss_similarity
+from peer.matching.similarity import faded, loss_similarity
 from peer.merit import precision, recall
 from peer.network.vectors import WIDTH
 from peer.plan import Plan
 from peer.randomness import Purpose, generator
+from simulations.engine.shares import Holding
 from simulations.engine.workers import Engine
 from simulations.population import SKETCH_PRECISION, Population, Row
+
+if TYPE_CHECKING:
+    from simulations.attacks import Threat
 
 Similarities = dict[int, dict[int, float]]
 """s_ij by i and j, of those whose evidence arrives."""
@@ -50,9 +55,11 @@ class Laboratory:
         data: str | None = None,
         model: str | None = None,
         engine: Engine | None = None,
+        threat: Threat | None = None,
     ) -> None:
         """Build the peers, and an engine unless one is given (see `Engine` for its arguments).
 
+        `threat` says who attacks, and how; an engine that is given has its poisoned data already.
         Raises UserError for a method, model, data or device that cannot be used.
         """
         self.plan = plan
@@ -62,18 +69,25 @@ class Laboratory:
         self.evidence = self.matchers[0].evidence
         self._owns = engine is None
         self.engine = engine or Engine(
-            plan, data=data, model=model, workers=workers, exact=exact, device=device
+            plan,
+            data=data,
+            model=model,
+            workers=workers,
+            exact=exact,
+            device=device,
+            holdings=poisoned_holdings(plan, threat),
         )
         self.engine.reset()
         self.t = 0
         self.seconds = dict.fromkeys(("train", "match", "aggregate", "evaluate"), 0.0)
         self._sketched = plan.matching.evidence == "sketch"
         self._clusters = [plan.cluster_of(i) for i in range(plan.n)]
-        self._exact: Population | None = None
-        if exact:
+        # The engine mixes by means alone; other rules, and attackers, are the reference's affair.
+        self._reference: Population | None = None
+        if exact or threat is not None or plan.defence.rule != "mean":
             learners = [_DeviceLearner(self.engine, i) for i in range(plan.n)]
-            self._exact = Population(plan, method, learners=learners)
-            self.matchers = self._exact.matchers
+            self._reference = Population(plan, method, learners=learners, threat=threat)
+            self.matchers = self._reference.matchers
 
     @property
     def models(self) -> npt.NDArray[np.float32]:
@@ -96,22 +110,28 @@ class Laboratory:
         clock = _Clock(self.seconds)
         self.engine.train(self.t)
         clock.lap("train")
-        if self._exact is not None:
-            rows = self._exact.step(evaluate=evaluate)
-            self.engine.reset(np.stack(self._exact.models))
+        if self._reference is not None:
+            rows = self._reference.step(evaluate=False)
+            self.engine.reset(np.stack(self._reference.models))
             clock.lap("match")
-            return rows
+            return self._judged(rows, clock) if evaluate else rows
         similarities = self._similarities(self._candidates())
         neighbours = [self._settle(i, similarities.get(i, {})) for i in range(self.plan.n)]
         clock.lap("match")
-        self.engine.mix(neighbours, self._weights())
+        used = self._mix(neighbours)
         clock.lap("aggregate")
-        scores = self.engine.evaluate() if evaluate else [None] * self.plan.n
-        clock.lap("evaluate")
-        return [
-            self._row(i, neighbours[i], similarities.get(i, {}), scores[i])
+        rows = [
+            self._row(i, used[i], neighbours[i], similarities.get(i, {}))
             for i in range(self.plan.n)
         ]
+        return self._judged(rows, clock) if evaluate else rows
+
+    def _judged(self, rows: list[Row], clock: _Clock) -> list[Row]:
+        """Return the rows with every peer's scores of w_i^t."""
+        for row, scores in zip(rows, self.engine.evaluate(), strict=True):
+            row |= {"accuracy": scores.accuracy, "loss": scores.loss}
+        clock.lap("evaluate")
+        return rows
 
     def close(self) -> None:
         """End the engine, unless it was given."""
@@ -163,10 +183,11 @@ class Laboratory:
         if not asked:
             return {}
         self.engine.sketch()
-        sketches = self.engine.sketches.astype(np.float64)
+        # In place: at n = 1,000 every copy is 64 MB.
+        units = self.engine.sketches.astype(np.float64)
         with np.errstate(all="ignore"):
-            norms = np.linalg.norm(sketches, axis=2)
-            units = np.where(norms[..., None] > 0, sketches / norms[..., None], 0.0)
+            norms = np.sqrt(np.einsum("ipb,ipb->ip", units, units))
+            units /= np.where(norms > 0, norms, np.inf)[..., None]
         sound = np.isfinite(norms)
         units[~sound] = 0.0  # what is not finite has no direction
         arrives = (sound & (norms <= self.plan.network.norm_limit)).all(axis=1)
@@ -174,11 +195,12 @@ class Laboratory:
         found: Similarities = {}
         for i, j in heard:
             found.setdefault(i, {})[j] = 0.0
-        shares = (self.plan.matching.alpha, 1 - self.plan.matching.alpha)
+        matching = self.plan.matching
         for i, own in found.items():
             others = list(own)
             g, h = (units[others, place] @ units[i, place] for place in range(2))
-            values = shares[0] * g.clip(-1, 1) + shares[1] * h.clip(-1, 1)
+            weight = faded(matching.alpha, matching.fade, *norms[i].tolist())
+            values = weight * g.clip(-1, 1) + (1 - weight) * h.clip(-1, 1)
             found[i] = dict(zip(others, values.tolist(), strict=True))
         return found
 
@@ -192,8 +214,10 @@ class Laboratory:
             cosines = dots / np.sqrt(own * other)
             arrives = np.isfinite(other[0]) & (other[0] <= limit**2)
         g, h = np.where(np.isfinite(cosines), cosines, 0.0).clip(-1, 1)
-        alpha = self.plan.matching.alpha
-        values = (alpha * g + (1 - alpha) * h).tolist()
+        matching = self.plan.matching
+        norms = np.sqrt(own).T.tolist()
+        weight = np.array([faded(matching.alpha, matching.fade, *pair) for pair in norms])
+        values = (weight * g + (1 - weight) * h).tolist()
         heard = [arrives[place] and self._arrives(j) for place, (_, j) in enumerate(asked)]
         return _by_peer(
             [pair for pair, there in zip(asked, heard, strict=True) if there],
@@ -205,6 +229,29 @@ class Laboratory:
         rng = generator(self.plan.seed, Purpose.SETTLE, index=i, t=self.t)
         settled = self.matchers[i].settle(self.t, self._others(i), similarities, rng)
         return [j for j in settled if self._arrives(j)]
+
+    def _mix(self, neighbours: Sequence[list[int]]) -> list[list[int]]:
+        """Make w_i^t of all peers, and return whose models are in each: `peer.defence`'s rules,
+        by sums of the engine."""
+        defence = self.plan.defence
+        used = [own.copy() for own in neighbours]
+        if defence.gate:
+            pairs = [(i, j) for i, own in enumerate(neighbours) if own for j in (i, *own)]
+            losses = dict(zip(pairs, self.engine.losses(None, pairs), strict=True))
+            used = [
+                [j for j in own if admitted(losses[i, j], losses[i, i], defence)]
+                for i, own in enumerate(neighbours)
+            ]
+        clips = None
+        if defence.clip is not None:
+            pairs = [(i, j) for i, own in enumerate(used) if own for j in (i, *own)]
+            lengths = dict(zip(pairs, self.engine.distances(pairs), strict=True))
+            clips = [
+                {j: min(1.0, defence.clip * lengths[i, i] / max(lengths[i, j], 1e-30)) for j in own}
+                for i, own in enumerate(used)
+            ]
+        self.engine.mix(used, self._weights(), clips)
+        return used
 
     def _arrives(self, j: int) -> bool:
         """Tell whether others would take the model of peer j: finite, and within the norm limit."""
@@ -228,22 +275,31 @@ class Laboratory:
         return len(heard) * (model + update) + len(set(neighbours) - set(heard)) * model
 
     def _row(
-        self, i: int, neighbours: list[int], heard: Mapping[int, float], scores: Scores | None
+        self, i: int, used: list[int], neighbours: Sequence[int], heard: Mapping[int, float]
     ) -> Row:
         bag = self.matchers[i].bag
+        refused = [j for j in neighbours if j not in used]
         return {
             "t": self.t,
             "index": i,
             "cluster": self._clusters[i],
-            "accuracy": scores.accuracy if scores else None,
-            "loss": scores.loss if scores else None,
+            "accuracy": None,
+            "loss": None,
             "bag": sorted(bag),
-            "neighbours": neighbours,
+            "neighbours": used,
             "precision": precision(bag, i, self._clusters),
             "recall": recall(bag, i, self._clusters),
             "payload_received": self._payload(heard, neighbours),
-            "notes": self.matchers[i].notes,
+            "notes": self.matchers[i].notes | refusals(refused),
         }
+
+
+def poisoned_holdings(plan: Plan, threat: Threat | None) -> list[Holding] | None:
+    """Return what each peer holds where a threat poisons the data of some, else None."""
+    poisons = {} if threat is None else threat.poisons(plan)
+    if not poisons:
+        return None
+    return [Holding(i, plan.cluster_of(i), poison=poisons.get(i)) for i in range(plan.n)]
 
 
 class _DeviceLearner:

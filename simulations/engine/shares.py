@@ -221,7 +221,9 @@ class Shares:
         x, y = TRANSFORMS[self.plan.partition.kind](
             x, y, Cluster.of(self.plan, cluster, self.dataset.classes)
         )
-        return (x, y) if own is None or own.poison is None else own.poison(x, y)
+        if own is None or own.poison is None:
+            return x, y
+        return own.poison(x, y, self.dataset.classes)
 
     def _parts(self) -> list[tuple[str, Split, Array, Array]]:
         data = self.dataset
