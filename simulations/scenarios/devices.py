@@ -12,7 +12,7 @@ from pydantic import Field
 
 from peer.plan import Plan
 from peer.randomness import Purpose, generator
-from simulations.scenarios.attacks import ATTACKS
+from simulations.attacks import Threat, attack_names
 from simulations.scenarios.lines import Key, MistakeError
 from simulations.scenarios.links import MEGABIT
 from simulations.scenarios.tables import Distribution, Peers, Population, Spread, Table, select
@@ -106,9 +106,18 @@ def make_devices(devices: Devices, classes: Sequence[str], seed: int) -> list[De
 
 
 def check_attack(name: str | None, key: Key) -> None:
-    """Raise MistakeError unless there is an attack of that name, or none is named."""
-    if name is not None and name not in ATTACKS:
-        raise MistakeError(key, f"there is no attack {name!r}", f"there are {', '.join(ATTACKS)}")
+    """Raise MistakeError unless peers on a network can attack so, or no attack is named."""
+    if name is None:
+        return
+    usable = [own for own in attack_names() if not Threat(own).means.omniscient]
+    if name not in attack_names():
+        raise MistakeError(key, f"there is no attack {name!r}", f"there are {', '.join(usable)}")
+    if name not in usable:
+        raise MistakeError(
+            key,
+            f"{name} knows the honest updates of its round, which no peer on a network does",
+            "simulate compare PLAN --attack runs it in the laboratory",
+        )
 
 
 def _bytes(megabits: float | None) -> float:

@@ -107,9 +107,9 @@ class Director:
             case Slow():
                 peer.slowness = event.factor
             case Drift():
-                federation.drift(peer, event.cluster)
+                federation.become(peer, cluster=event.cluster)
             case BecomeMalicious():
-                peer.attack = event.attack
+                federation.become(peer, attack=event.attack)
 
     def _peers(self, event: Happening) -> Sequence[int]:
         return select(getattr(event, "peers", ()), self._people, ())

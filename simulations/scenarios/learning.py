@@ -13,18 +13,21 @@ from functools import cached_property
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
+import numpy as np
+
 from peer.learning.learner import Learner, Manifest, Scores, Vector
+from peer.learning.partition import Poison
 from peer.matching.base import Evidence, MatcherSettings
 from peer.matching.registry import create_matcher
 from peer.matching.similarity import GradientEvidence
 from peer.matching.sketch import CountSketch
 from peer.plan import Plan
 from peer.randomness import Purpose, generator
+from simulations.attacks import Threat, View
 from simulations.engine.shares import Holding
 from simulations.engine.workers import Engine
 from simulations.population import SKETCH_PRECISION, arrive
 from simulations.runs import Equipment
-from simulations.scenarios.attacks import ATTACKS
 from simulations.scenarios.scenario import Scenario
 
 
@@ -83,19 +86,21 @@ class Learning(Protocol):
         those that it holds out for the gate."""
         ...
 
-    def drift(self, i: int, cluster: int) -> None:
-        """From now on peer i has its data as that cluster transforms them."""
+    def hold(self, i: int, cluster: int, attack: str | None) -> None:
+        """From now on peer i has its data as that cluster, and that attack, transform them."""
         ...
 
 
 class LearnersLearning:
     """Learners, one after another: the device's own path, bit by bit.
 
-    `remake` makes the learner of a peer whose data have become those of another cluster.
+    `remake` makes the learner of a peer, a cluster and an attack, once a script has changed them.
     """
 
     def __init__(
-        self, learners: Sequence[Learner], remake: Callable[[int, int], Learner] | None = None
+        self,
+        learners: Sequence[Learner],
+        remake: Callable[[int, int, str | None], Learner] | None = None,
     ) -> None:
         self._learners = list(learners)
         self._remake = remake
@@ -118,10 +123,10 @@ class LearnersLearning:
         learner = self._learners[i]
         return learner.held_losses([*models]) if t is None else learner.train_losses([*models], t)
 
-    def drift(self, i: int, cluster: int) -> None:
+    def hold(self, i: int, cluster: int, attack: str | None) -> None:
         """A new learner of peer i."""
-        assert self._remake is not None, "these learners' data do not drift"
-        self._learners[i] = self._remake(i, cluster)
+        assert self._remake is not None, "these learners' data do not change"
+        self._learners[i] = self._remake(i, cluster, attack)
         self.samples[i] = self._learners[i].samples
 
 
@@ -137,16 +142,20 @@ class EngineLearning:
     ) -> None:
         """Start the engine (see there for its arguments). Raises UserError."""
         plan = scenario.plan
-        now = [Holding(i, plan.cluster_of(i), scenario.equipment[i].data) for i in range(plan.n)]
-        later = [Holding(i, c, scenario.equipment[i].data) for i, c in scenario.drifts]
-        self._places = {(own.index, own.cluster): plan.n + k for k, own in enumerate(later)}
+        devices = scenario.equipment
+        states = [(i, plan.cluster_of(i), own.attack) for i, own in enumerate(devices)]
+        states += scenario.states
+        self._places = {state: place for place, state in enumerate(states)}
+        holdings = [
+            Holding(i, c, devices[i].data, _poison(attack, plan, i)) for i, c, attack in states
+        ]
         self._engine = Engine(
             plan,
             data=equipment.data,
             model=equipment.model,
             workers=workers,
             exact=equipment.exact,
-            holdings=[*now, *later],
+            holdings=holdings,
         )
         first = create_matcher(plan.method, MatcherSettings.from_plan(plan, 0))
         self._sketched = first.evidence is Evidence.GRADIENT and plan.matching.evidence == "sketch"
@@ -188,9 +197,9 @@ class EngineLearning:
         """By the stack where there is one."""
         return self._engine.losses_of(i, models, t)
 
-    def drift(self, i: int, cluster: int) -> None:
-        """The engine has had both from the beginning."""
-        self._engine.hold(i, self._places[i, cluster])
+    def hold(self, i: int, cluster: int, attack: str | None) -> None:
+        """The engine has had all that may come from the beginning."""
+        self._engine.hold(i, self._places[i, cluster, attack])
 
     def close(self) -> None:
         """End the engine."""
@@ -206,6 +215,16 @@ class EngineLearning:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _poison(attack: str | None, plan: Plan, i: int) -> Poison | None:
+    """Return what an attack does to the training data of peer i, if anything."""
+    means = None if attack is None else Threat(attack).means
+    if means is None or not means.poisons:
+        return None
+    return lambda x, y, classes: means.poison(
+        x, y, classes, generator(plan.seed, Purpose.ATTACK, index=i)
+    )
 
 
 @dataclass
@@ -307,8 +326,18 @@ class Snapshot:
         """What the peer gives out as its model [e]."""
         if self._attack is None:
             return self.honest
-        rng = generator(self._rules.plan.seed, Purpose.ATTACK, index=self.index, t=self.t)
-        return ATTACKS[self._attack](self._training.before, self.honest, rng)
+        i, n, plan = self.index, self._rules.plan.n, self._rules.plan
+        view = View(
+            self.t,
+            [self._training.before] * n,  # it knows no more than its own
+            [self.honest] * n,
+            [plan.cluster_of(j) for j in range(n)],
+            attackers=[i],
+            present=[i],
+        )
+        rng = generator(plan.seed, Purpose.ATTACK, index=i, t=self.t)
+        with np.errstate(all="ignore"):  # what diverged is refused on arrival
+            return Threat(self._attack).means.forge(i, view, rng)
 
     @cached_property
     def model(self) -> Vector | None:

@@ -132,7 +132,7 @@ def _draw_timeline(axes: Axes, scenario: Scenario, events: Sequence[Happening]) 
         axes.annotate("nothing happens", (0.5, 0.5), xycoords="axes fraction", color=MUTED,
                       ha="center")  # fmt: skip
     axes.set_xlim(first, last)
-    axes.set_ylim(max(len(drawn), 1) - 0.4, -0.9)
+    axes.set_ylim(max(len(drawn), 4) - 0.4, -0.9)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.set_xlabel("round" if in_rounds else "seconds")

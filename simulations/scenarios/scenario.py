@@ -26,7 +26,16 @@ from peer.plan import Name, Plan
 from simulations.scenarios.devices import Device, Devices, make_devices, population_of
 from simulations.scenarios.lines import Key, MistakeError, line_of, name_of
 from simulations.scenarios.links import Links, pair
-from simulations.scenarios.script import Drift, Event, Happening, Join, Kill, Leave, Restart
+from simulations.scenarios.script import (
+    BecomeMalicious,
+    Drift,
+    Event,
+    Happening,
+    Join,
+    Kill,
+    Leave,
+    Restart,
+)
 from simulations.scenarios.tables import Population, Table, select
 from simulations.scenarios.topology import Complete, Topology, build_graph
 
@@ -79,15 +88,24 @@ class Scenario(Table):
         )
 
     @cached_property
-    def drifts(self) -> list[tuple[int, int]]:
-        """(peer, new cluster) of every drift of the script, each once."""
-        found = {
-            (i, event.cluster): None
-            for event in self.script
-            if isinstance(event, Drift)
-            for i in select(event.peers, self.people, ())
-        }
-        return list(found)
+    def states(self) -> list[tuple[int, int, str | None]]:
+        """(peer, cluster, attack) of all that the script may make of a peer, beside what it is."""
+        clusters = [{c} for c in self.people.clusters]
+        attacks: list[set[str | None]] = [{own.attack} for own in self.equipment]
+        for event in self.script:
+            if isinstance(event, Drift | BecomeMalicious):
+                for i in select(event.peers, self.people, ()):
+                    if isinstance(event, Drift):
+                        clusters[i].add(event.cluster)
+                    else:
+                        attacks[i].add(event.attack)
+        return [
+            (i, c, attack)
+            for i in range(self.plan.n)
+            if len(clusters[i]) + len(attacks[i]) > 2
+            for c in sorted(clusters[i])
+            for attack in sorted(attacks[i], key=str)
+        ]
 
     def check(self) -> None:
         """Raise MistakeError when the tables contradict each other or name what there is not."""

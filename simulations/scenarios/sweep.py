@@ -44,7 +44,8 @@ from simulations.study import check_count, toml_value
 CELLS = "cells"
 POLL_SECONDS = 0.2
 COLUMNS = (
-    "accuracy_mean", "accuracy_worst", "precision", "recall", "bytes_received", "virtual_s", "wall_s",
+    "accuracy_mean", "accuracy_worst", "precision", "recall", "bytes_received", "virtual_s",
+    "wall_s",
 )  # fmt: skip
 """Figures of a summary that the table has."""
 
@@ -146,7 +147,8 @@ def run_sweep(
 
 def _run_all(cells: Sequence[Cell], at_once: int, show: Callable[[int, int], None]) -> None:
     """Run cells in processes of their own; whatever ends this ends them."""
-    waiting, running, finished, done = [*cells], {}, 0, 0
+    running: dict[Path, tuple[Cell, subprocess.Popen[bytes]]] = {}
+    waiting, finished, done = [*cells], 0, 0
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     with ExitStack() as stack:
         while waiting or running:

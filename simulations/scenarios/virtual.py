@@ -329,7 +329,10 @@ class VirtualFederation:
             return {j: loss_similarity(loss) for j, loss in zip(models, losses, strict=True)}
         assert peer.own is not None
         found = {j: evidence for j, own in heard if (evidence := own.evidence) is not None}
-        values = gradient_similarities(peer.own.own, [*found.values()], self.plan.matching.alpha)
+        matching = self.plan.matching
+        values = gradient_similarities(
+            peer.own.own, [*found.values()], matching.alpha, matching.fade
+        )
         return dict(zip(found, values, strict=True))
 
     def _finish(self, peer: VirtualPeer) -> None:
@@ -650,11 +653,15 @@ class VirtualFederation:
 
     # What the script does
 
-    def drift(self, peer: VirtualPeer, cluster: int) -> None:
-        """The peer's data become those of another cluster."""
+    def become(
+        self, peer: VirtualPeer, *, cluster: int | None = None, attack: str | None = None
+    ) -> None:
+        """The peer's data become those of another cluster, or it begins to lie."""
         self.backlog.clear()  # what began before has been with the old data
-        self.learning.drift(peer.index, cluster)
-        self._clusters[peer.index] = cluster
+        if cluster is not None:
+            self._clusters[peer.index] = cluster
+        peer.attack = peer.attack if attack is None else attack
+        self.learning.hold(peer.index, self._clusters[peer.index], peer.attack)
 
     def _matcher(self, i: int) -> Matcher:
         return create_matcher(self.plan.method, MatcherSettings.from_plan(self.plan, i))
