@@ -7,7 +7,7 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,9 @@ from peer.command import run_command
 from peer.errors import FederationError, UserError
 from peer.learning.local_import import import_module
 from peer.plan import Plan
+
+if TYPE_CHECKING:
+    from simulations.attacks import Threat
 
 FAILED = 1
 
@@ -32,6 +35,7 @@ class Backend(StrEnum):
     PROCESSES = "processes"
     LABORATORY = "laboratory"
     ONE_PROCESS = "one-process"
+    VIRTUAL = "virtual"
 
 
 class Device(StrEnum):
@@ -42,6 +46,9 @@ class Device(StrEnum):
 
 
 PlanFile = Annotated[Path, typer.Argument(help="Plan file.")]
+ScenarioFile = Annotated[
+    Path, typer.Argument(help="Scenario file, or the name of one that simulate list shows.")
+]
 DataSpec = Annotated[
     str | None,
     typer.Option(help="Data to deal to the peers, instead of the plan's.", metavar="SPEC"),
@@ -55,6 +62,19 @@ Exact = Annotated[
     typer.Option("--exact", help="Train one peer at a time: bit by bit as live peers, slower."),
 ]
 OnDevice = Annotated[Device, typer.Option(help="Where to compute.")]
+AttackName = Annotated[
+    str | None,
+    typer.Option("--attack", help="What some peers do, in the laboratory (simulate attacks)."),
+]
+Attackers = Annotated[
+    float, typer.Option("--attackers", help="Share of every cluster that attacks.", metavar="SHARE")
+]
+AttackScale = Annotated[
+    float | None, typer.Option(help="How strongly; the attack's usual if not given.")
+]
+Feign = Annotated[
+    bool, typer.Option("--feign", help="Attackers lie about g, which nobody can check.")
+]
 Modules = Annotated[
     list[str] | None,
     typer.Option("--import", help="Module with methods of your own; repeatable.", metavar="MODULE"),
@@ -94,7 +114,9 @@ def demo(
 
 @app.command()
 def run(
-    plan: PlanFile,
+    plan: Annotated[
+        Path, typer.Argument(help="Plan or scenario file, or a scenario that simulate list shows.")
+    ],
     *,
     method: Annotated[str | None, typer.Option(help="Method, instead of the plan's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed, instead of the plan's.")] = None,
@@ -104,19 +126,26 @@ def run(
         Backend | None,
         typer.Option(
             help="Real processes (for methods of peers among themselves, if not given), the "
-            "laboratory, or its one-process reference."
+            "laboratory, its one-process reference, or the virtual network (for scenarios)."
         ),
     ] = None,
+    animate: Annotated[
+        bool, typer.Option("--animate", help="Scenarios: make a GIF of the bags forming, too.")
+    ] = False,
     data: DataSpec = None,
     model: ModelPath = None,
     exact: Exact = False,
     device: OnDevice = Device.CPU,
     modules: Modules = None,
+    attack: AttackName = None,
+    attackers: Attackers = 0.2,
+    attack_scale: AttackScale = None,
+    feign: Feign = False,
     out: Annotated[
         Path | None, typer.Option(help="Run directory; runs/NAME-METHOD if not given.")
     ] = None,
 ) -> None:
-    """Run a plan on this machine, and draw it."""
+    """Run a plan or a scenario on this machine, and draw it."""
     from rich.console import Console
 
     from peer.matching.registry import CENTRAL
@@ -130,25 +159,46 @@ def run(
         run_population,
         run_processes,
     )
+    from simulations.scenarios.commands import run as run_scenario
+    from simulations.scenarios.scenario import find, is_scenario
 
     import_methods(modules)
     changes = {"method": method, "seed": seed, "rounds": rounds, "n": peers}
+    if is_scenario(found := find(plan)):
+        if backend not in (None, Backend.VIRTUAL, Backend.LABORATORY):
+            raise UserError(
+                f"scenarios do not run by {backend.value} so far", "leave out --backend"
+            )
+        run_scenario(
+            found,
+            {f"plan.{key}": value for key, value in changes.items()},
+            out,
+            equipment=Equipment(False, exact, device.value, data, model),
+            animate=animate,
+        )
+        return
+    if backend is Backend.VIRTUAL or animate:
+        raise UserError(
+            f"{plan} is a plan, not a scenario: there is no network to simulate",
+            "docs/scenarios.md says how to make one of it",
+        )
     chosen = changed(Plan.load(plan), changes)
     target = out or Path("runs") / f"{chosen.name}-{chosen.method}"
-    in_laboratory = bool(exact or data or model or modules) or device is not Device.CPU
+    in_laboratory = bool(exact or data or model or modules or attack) or device is not Device.CPU
     if backend is None:
         central = in_laboratory or chosen.method in CENTRAL
         backend = Backend.LABORATORY if central else Backend.PROCESSES
     if backend is Backend.PROCESSES:
         if in_laboratory:
             raise UserError(
-                "--exact, --data, --model, --import and --device are for the laboratory",
+                "--exact, --data, --model, --import, --attack and --device are for the laboratory",
                 "use --backend laboratory",
             )
         summary = run_processes(chosen, target)
     else:
         reference = backend is Backend.ONE_PROCESS
-        equipment = Equipment(reference, exact, device.value, data, model)
+        threat = _threat(attack, attackers, attack_scale, feign)
+        equipment = Equipment(reference, exact, device.value, data, model, threat)
         with PopulationMaker(equipment) as maker:
             summary = run_population(chosen, target, maker=maker)
     Console(highlight=False).print(comparison_table([(backend.value, summary)]))
@@ -177,6 +227,10 @@ def compare(
     exact: Exact = False,
     device: OnDevice = Device.CPU,
     modules: Modules = None,
+    attack: AttackName = None,
+    attackers: Attackers = 0.2,
+    attack_scale: AttackScale = None,
+    feign: Feign = False,
     out: Annotated[
         Path | None, typer.Option(help="Directory of all runs; runs/NAME-compare if not given.")
     ] = None,
@@ -194,8 +248,125 @@ def compare(
         parse_seeds(seeds),
         variations or [],
         out or Path("runs") / f"{chosen.name}-compare",
-        equipment=Equipment(False, exact, device.value, data, model),
+        equipment=Equipment(
+            False, exact, device.value, data, model, _threat(attack, attackers, attack_scale, feign)
+        ),
     )
+
+
+@app.command()
+def attacks(
+    plan: PlanFile,
+    *,
+    names: Annotated[
+        str | None,
+        typer.Option("--attacks", help="Attacks, separated by commas; all if not given."),
+    ] = None,
+    methods: Annotated[
+        str, typer.Option(help="Methods, separated by commas.")
+    ] = "random,pens,panm-loss,panm-grad,cfl",
+    defences: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--defence",
+            help="Keys of [defence] as gate=true,clip=2, beside no defence; repeatable.",
+            metavar="KEY=V,KEY=V",
+        ),
+    ] = None,
+    attackers: Attackers = 0.2,
+    attack_scale: AttackScale = None,
+    feign: Feign = False,
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="A key of the plan and its value in all runs.", metavar="KEY=VALUE"
+        ),
+    ] = None,
+    device: OnDevice = Device.CPU,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of all runs; runs/NAME-attacks if not given.")
+    ] = None,
+) -> None:
+    """Run methods under attacks, with and without a defence, in one table. It can be resumed."""
+    from simulations.attack_matrix import Matrix, parse_defences, run_matrix
+    from simulations.attacks import attack_names
+    from simulations.compare import parse_seeds, parse_single
+    from simulations.runs import Equipment, changed
+
+    chosen = changed(Plan.load(plan), dict(map(parse_single, overrides or [])))
+    listed = attack_names() if names is None else [part.strip() for part in names.split(",")]
+    threats = [_threat(name, attackers, attack_scale, feign) for name in listed]
+    matrix = Matrix(
+        chosen,
+        [threat for threat in threats if threat is not None],
+        [name.strip() for name in methods.split(",") if name.strip()],
+        parse_defences(defences),
+        parse_seeds(seeds),
+    )
+    run_matrix(
+        matrix,
+        out or Path("runs") / f"{chosen.name}-attacks",
+        equipment=Equipment(device=device.value),
+    )
+
+
+def _threat(
+    attack: str | None, attackers: float, scale: float | None, feign: bool
+) -> Threat | None:
+    """Return the threat that the options name. Raises UserError."""
+    from simulations.attacks import Threat
+
+    return None if attack is None else Threat(attack, attackers, scale, feign)
+
+
+@app.command()
+def show(
+    scenario: ScenarioFile,
+    *,
+    out: Annotated[
+        Path | None, typer.Option(help="Picture to write; runs/NAME-scenario.png if not given.")
+    ] = None,
+) -> None:
+    """Draw a scenario's topology and script before anything runs."""
+    from simulations.scenarios.commands import show as show_scenario
+    from simulations.scenarios.scenario import find
+
+    show_scenario(find(scenario), out)
+
+
+@app.command("list")
+def list_scenarios() -> None:
+    """Say which scenarios there are, and what each shows."""
+    from simulations.scenarios.commands import listing
+
+    listing()
+
+
+@app.command()
+def sweep(
+    scenario: ScenarioFile,
+    *,
+    grid: Annotated[
+        list[str],
+        typer.Option(
+            help="A key of the scenario and its values, as plan.method=pens,panm-grad; repeatable.",
+            metavar="KEY=V1,V2",
+        ),
+    ],
+    rounds: Annotated[int | None, typer.Option(help="Rounds, instead of the plan's.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time; a core each if not given.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of all runs; runs/NAME-sweep if not given.")
+    ] = None,
+) -> None:
+    """Run a scenario with every combination of some keys' values. The same command goes on."""
+    from simulations.scenarios.commands import sweep as sweep_scenario
+    from simulations.scenarios.scenario import find
+
+    sweep_scenario(find(scenario), grid, {"plan.rounds": rounds}, out, processes=processes)
 
 
 @app.command()

@@ -53,7 +53,7 @@ def compare(
     check_methods(methods)
     study = Study(
         base=plan,
-        settings=_settings(variations),
+        settings=_settings(variations, equipment),
         variants=[Variant(name, name) for name in dict.fromkeys(methods)],
         seeds=list(dict.fromkeys(seeds)),
     )
@@ -77,8 +77,12 @@ def parse_seeds(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _settings(variations: Sequence[str]) -> list[Setting]:
-    """Return every combination of the values of all keys; keys with one value are no labels."""
+def _settings(variations: Sequence[str], equipment: Equipment) -> list[Setting]:
+    """Return every combination of the values of all keys; keys with one value are no labels.
+
+    An attack is a label, so that no table hides one.
+    """
+    attack = {"attack": equipment.threat.label} if equipment.threat else {}
     values = [parse(text) for text in variations]
     keys = [choices[0][0] for choices in values]
     if len(set(keys)) < len(keys):
@@ -86,7 +90,8 @@ def _settings(variations: Sequence[str]) -> list[Setting]:
     check_count(math.prod(map(len, values)))  # before there is one object for each
     return [
         Setting(
-            labels={
+            labels=attack
+            | {
                 key: text
                 for (key, text, _), choices in zip(chosen, values, strict=True)
                 if len(choices) > 1
