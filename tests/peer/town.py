@@ -68,7 +68,7 @@ def small(method: str, **changes: Any) -> Plan:
         "data": "own",
         "partition": {"kind": "rotation", "clusters": 2},
         "cfl": {"patience": 2},
-        "network": {"request_timeout": 4.0, "linger": 5.0, "probe_interval": 30.0},
+        "network": {"request_timeout": 1.5, "linger": 1.0, "probe_interval": 30.0},
     }
     return Plan.model_validate(table | changes)
 
@@ -93,7 +93,6 @@ class Town:
         self.context = zmq.asyncio.Context()
         self._worker = ThreadPoolExecutor(1)
         self._make_learner = make_learner
-        self._tasks: asyncio.TaskGroup
         self._serving: asyncio.Task[None] | None = None
         self.node: BootstrapNode | None = None
         self.peers: dict[str, asyncio.Task[Result]] = {}
@@ -121,8 +120,11 @@ class Town:
                 listening.set()
                 await node.serve()
 
-        self._serving = self._tasks.create_task(serve())
-        await listening.wait()
+        self._serving = asyncio.create_task(serve(), name="bootstrap")
+        heard = asyncio.create_task(listening.wait())
+        await asyncio.wait([heard, self._serving], return_when=asyncio.FIRST_COMPLETED)
+        if self._serving.done():
+            self._serving.result()
 
     async def shut(self) -> None:
         """End the node."""
@@ -139,7 +141,7 @@ class Town:
         peer = Peer(
             gathered, make_learner=self._make_learner, worker=self._worker, context=self.context
         )
-        self.peers[name] = self._tasks.create_task(peer.run(), name=name)
+        self.peers[name] = asyncio.create_task(peer.run(), name=name)
         return self.peers[name]
 
     async def part(self, name: str) -> None:
@@ -167,12 +169,12 @@ async def town(
     """Make a town of which nothing is left afterwards."""
     made = Town(plan, directory, make_learner)
     try:
-        async with asyncio.TaskGroup() as made._tasks:
-            yield made
-            for task in (*made.peers.values(), made._serving):
-                if task is not None:
-                    task.cancel()
+        yield made
     finally:
+        tasks = [task for task in (*made.peers.values(), made._serving) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         made._worker.shutdown()
         made.context.term()
 

@@ -13,20 +13,26 @@ from peer.errors import ProtocolError
 from peer.network.messages import (
     MAX_HEADER,
     MAX_UPDATES,
+    Assignment,
     Await,
     Enrol,
     Enrolled,
+    Fetch,
     Message,
     Model,
+    Parcel,
     PeerRecord,
     Ping,
     Pong,
     Pull,
     Reason,
     Refused,
+    Report,
     State,
     Status,
+    Task,
     Update,
+    Work,
     decode,
     encode,
     fitting,
@@ -42,6 +48,7 @@ RECORD = PeerRecord(
     model="a" * 32,
 )
 UPDATE = Update(record=RECORD, state=State.SUSPECT, status=Status(finished=3, accuracy=0.5))
+TASK = Task(work=Work.CHOOSE, round=2, version=1, draw=3)
 MESSAGES: list[Message] = [
     Enrol(index=3, sender="b" * 32),
     Enrolled(index=0, toml="n = 2"),
@@ -51,6 +58,12 @@ MESSAGES: list[Message] = [
     Await(round=1, wait=3),
     Model(round=1, model_bytes=4, samples=1),
     Refused(reason=Reason.BUSY, detail="later"),
+    Report(update=UPDATE, size=9, trainable=8, samples=1, done=TASK, choice=1, wait=0.5),
+    Report(update=UPDATE, size=9, trainable=8, samples=1, fingerprint="0" * 16, failed=True),
+    Assignment(data_port=7701, task=TASK.model_copy(update={"work": Work.TRAIN, "model": 5})),
+    Assignment(data_port=1),
+    Fetch(round=3, number=0),
+    Parcel(round=3, number=0, size=0),
 ]
 
 
@@ -96,6 +109,36 @@ def test_field_out_of_range_is_an_error(changes: dict[str, Any]) -> None:
     assert isinstance(decode(packed()), Pull)
     with pytest.raises(ProtocolError):
         decode(packed(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"size": 0},
+        {"size": 2**40 + 1},
+        {"trainable": 0},
+        {"samples": -1},
+        {"fingerprint": "0" * 15},
+        {"fingerprint": "G" * 16},
+        {"choice": -1},
+        {"choice": 200_000},
+        {"failed": 1},
+        {"wait": 61},
+        {"done": {}},
+        {"done": {**TASK.model_dump(mode="json"), "work": "run"}},
+        {"done": {**TASK.model_dump(mode="json"), "model": 1.5}},
+        {"done": {**TASK.model_dump(mode="json"), "draw": 10_001}},
+        {"done": {**TASK.model_dump(mode="json"), "code": "x"}},
+        {"update": None},
+    ],
+    ids=str,
+)
+def test_report_out_of_range_is_an_error(changes: dict[str, Any]) -> None:
+    report = next(message for message in MESSAGES if isinstance(message, Report))
+    fields = report.model_dump(mode="json")
+    assert decode(msgpack.packb(fields)) == report
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb({**fields, **changes}))
 
 
 @pytest.mark.parametrize(
