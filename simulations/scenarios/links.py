@@ -146,12 +146,12 @@ class Conditions:
         loss = base.loss if own is None or own.loss is None else own.loss
         latency = spread.a if spread.kind == "constant" else self._latency(spread, i, j)
         rate = math.inf if bandwidth is None else bandwidth * MEGABIT
-        # [choice] where both ends are degraded, both factors count.
-        for end in (i, j):
-            times, share, instead = self._degraded.get(end, (1.0, 1.0, None))
-            latency *= times
-            rate *= share
-            loss = loss if instead is None else max(loss, instead)
+        if i in self._degraded or j in self._degraded:
+            # [choice] the end that is worse off counts.
+            ends = [self._degraded.get(end, (1.0, 1.0, None)) for end in (i, j)]
+            latency *= max(times for times, _, _ in ends)
+            rate *= min(share for _, share, _ in ends)
+            loss = max((own for _, _, own in ends if own is not None), default=loss)
         if loss:
             round_trip = max(2 * latency, 1e-3)
             rate = min(rate, SEGMENT / round_trip * MATHIS / math.sqrt(loss))

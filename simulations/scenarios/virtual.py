@@ -423,6 +423,9 @@ class VirtualFederation:
                 peer.queued.append(exchange)
 
     def _request(self, peer: VirtualPeer, exchange: Exchange) -> None:
+        if not self.world.believes(exchange.i, exchange.j):
+            self._give_up(exchange)
+            return
         if exchange.kind != "probe" and not exchange.slot:
             exchange.slot = True
             peer.pulls += 1
