@@ -237,6 +237,8 @@ def test_the_laboratory_is_the_population(method: str, pair: Engine) -> None:
     ("method", "changes"),
     [
         ("panm-grad", {"matching": {"evidence": "exact"}}),
+        ("panm-grad", {"matching": {"evidence": "exact", "fade": 0.9, "alpha": 1.0}}),
+        ("panm-grad", {"matching": {"fade": 0.9, "alpha": 1.0}}),
         (
             "panm-grad",
             {"matching": {"evidence": "exact", "alpha": 0.3}, "network": {"precision": "bfloat16"}},

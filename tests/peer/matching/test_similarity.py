@@ -11,6 +11,8 @@ from hypothesis.extra.numpy import arrays
 from peer.matching.similarity import (
     GradientEvidence,
     cosine,
+    faded,
+    gradient_similarities,
     gradient_similarity,
     loss_similarity,
 )
@@ -70,6 +72,32 @@ def test_gradient_similarity_weighs_the_two_cosines(alpha: float, expected: floa
     own = GradientEvidence(vector(1, 0), vector(1, 1))
     other = GradientEvidence(vector(3, 4), vector(-2, -2))
     assert gradient_similarity(own, other, alpha) == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("fade", "weight"), [(0.0, 0.4), (0.125, 0.4), (0.25, 0.4), (0.5, 0.2), (1.0, 0.1)]
+)
+def test_small_updates_count_for_less(fade: float, weight: float) -> None:
+    """||g_i|| is a quarter of ||h_i||; what the other's norms are does not matter."""
+    own = GradientEvidence(vector(1, 0), vector(0, 4))
+    other = GradientEvidence(vector(30, 40), vector(0, -2))
+    expected = weight * 0.6 - (1 - weight)
+    assert gradient_similarity(own, other, 0.4, fade) == pytest.approx(expected, abs=1e-15)
+
+
+def test_what_has_no_norm_does_not_fade() -> None:
+    assert faded(0.5, 0.1, 0.0, 1.0) == 0.0
+    for g, h in ((0.0, 0.0), (math.nan, 1.0), (1.0, math.nan), (1.0, math.inf), (math.inf, 1.0)):
+        assert faded(0.5, 0.1, g, h) == 0.5
+
+
+@given(arrays(np.float32, (8, 7), elements=st.floats(-1e3, 1e3, width=32)))
+def test_many_at_once_have_the_same_bits(values: np.ndarray) -> None:
+    own, *others = (GradientEvidence(values[i], values[i + 4]) for i in range(4))
+    for fade in (0.0, 0.7):
+        assert gradient_similarities(own, others, 0.3, fade) == [
+            gradient_similarity(own, other, 0.3, fade) for other in others
+        ]
 
 
 def test_loss_similarity() -> None:
