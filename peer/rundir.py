@@ -322,12 +322,15 @@ def merge(
     *,
     wall_s: float | None = None,
     extra: Mapping[str, Any] | None = None,
+    attempts: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Make the run directory `target` of a federation from its peers' directories.
 
-    Returns the summary, to which `extra` is added. `wall_s` is the federation's wall time; from the
-    first to the last row of metrics when not given. An earlier run in `target` is replaced. Raises
-    UserError when the sources ran different plans or two of them are the same peer.
+    Returns the summary, to which `extra` is added. `attempts` are a coordinator's, to split
+    clusters: each is told in the row of the first of its members that has one of that round.
+    `wall_s` is the federation's wall time; from the first to the last row of metrics when not
+    given. An earlier run in `target` is replaced. Raises UserError when the sources ran different
+    plans or two of them are the same peer.
     """
     plan = read_plan(sources[0])
     metrics: list[MetricRow] = []
@@ -344,6 +347,7 @@ def merge(
         metrics += rows
         topology += read_topology(source)
         traffic = _add(traffic, read_json(source / TRAFFIC))
+    _tell_attempts(metrics, attempts)
     _replace_rows(target, plan, metrics, topology)
     for source in sources:
         for model in (source / MODELS).glob("*.safetensors"):
@@ -357,6 +361,14 @@ def merge(
 def write_json(path: Path, table: Mapping[str, Any]) -> None:
     """Replace `path` by a JSON object; after a crash the old or the new file is there, whole."""
     write_atomically(path, json.dumps(table, indent=2) + "\n")
+
+
+def _tell_attempts(rows: Sequence[MetricRow], attempts: Sequence[Mapping[str, Any]]) -> None:
+    by_place = {(row.t, row.index): row for row in rows}
+    for attempt in attempts:
+        told = (by_place.get((attempt["t"], index)) for index in attempt["members"])
+        if (row := next(filter(None, told), None)) is not None:
+            row.notes["attempt"] = dict(attempt)
 
 
 def _replace_rows(

@@ -8,6 +8,7 @@ node is in its rows.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,9 +23,10 @@ from typing import Any, Self
 
 import psutil
 
+from bootstrap.coordination.tree_store import TREE
 from peer.errors import FederationError, UserError
 from peer.plan import Plan
-from peer.rundir import MetricRow, RowReader, find_runs, merge
+from peer.rundir import METRICS, MetricRow, RowReader, find_runs, merge, read_metrics
 
 POLL_SECONDS = 0.2
 MEMORY_SECONDS = 3.0
@@ -243,6 +245,7 @@ class Federation:
 
         Adds `memory_pss_mb` and `memory_uss_mb`, each peer's peak in order of start, and
         `memory_total_mb`, the peak of all processes' PSS at one time, the bootstrap node included.
+        What a coordinator kept, the tree and its attempts to split, comes along.
         """
         runs = [run for worker in self.peers for run in find_runs(worker.directory)]
         memory = {
@@ -250,7 +253,18 @@ class Federation:
             "memory_pss_mb": [round(worker.memory.pss / 1e6, 1) for worker in self.peers],
             "memory_uss_mb": [round(worker.memory.uss / 1e6, 1) for worker in self.peers],
         }
-        return merge(runs, target, wall_s=self.wall_s, extra=memory)
+        summary = merge(runs, target, wall_s=self.wall_s, extra=memory, attempts=self._attempts())
+        tree = self.bootstrap.directory / TREE
+        if tree.exists():
+            shutil.copytree(tree, target / TREE, dirs_exist_ok=True)
+        return summary
+
+    def _attempts(self) -> list[dict[str, Any]]:
+        """Return what a coordinator wrote of its attempts to split clusters."""
+        if not (self.bootstrap.directory / METRICS).exists():
+            return []
+        told = read_metrics(self.bootstrap.directory)
+        return [row.notes["attempt"] for row in told if "attempt" in row.notes]
 
     def terminate(self, grace: float = 12.0) -> None:
         """End every process: SIGTERM, then SIGKILL to those still there after `grace` seconds."""
