@@ -1,0 +1,143 @@
+"""What a peer does with what it received: gate, clipping and rule, in this order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peer.defence import Mixed, admitted, mix, refusals
+from peer.errors import UserError
+from peer.learning.learner import Vector
+from peer.learning.partition import deal, hold_out
+from peer.learning.sources import load_dataset
+from peer.plan import DefencePlan, Plan
+from peer.plan_check import check_plan
+
+
+def vector(*values: float) -> Vector:
+    return np.array(values, dtype=np.float32)
+
+
+def nobody(models: list[Vector]) -> list[float]:
+    raise AssertionError("nobody should be asked")
+
+
+OWN, BEFORE = vector(1, 1), vector(1, 0)  # one's own update has the norm 1
+RECEIVED = {3: vector(3, 1), 5: vector(1, 5), 8: vector(-1, 1)}
+
+
+def mixed(judge: Callable[[list[Vector]], list[float]] = nobody, **keys: Any) -> Mixed:
+    weights = keys.pop("weights", None)
+    defence = DefencePlan.model_validate(keys)
+    return mix(defence, OWN, BEFORE, RECEIVED, weights=weights, judge=judge)
+
+
+@pytest.mark.parametrize(
+    ("loss", "own", "answer"),
+    [
+        (1.12, 1.0, True),  # 1.1 + 0.02
+        (1.1201, 1.0, False),
+        (0.02, 0.0, True),
+        (5.0, math.inf, True),
+        (math.inf, math.inf, False),
+    ],
+)
+def test_the_gate(loss: float, own: float, answer: bool) -> None:
+    assert admitted(loss, own, DefencePlan()) is answer
+
+
+def test_without_a_defence_it_is_the_mean() -> None:
+    assert mixed().model.tolist() == [1.0, 2.0]
+    assert mixed().used == [3, 5, 8]
+    assert mixed(weights=[1, 0, 0, 1]).model.tolist() == [0.0, 1.0]
+    assert refusals(mixed().refused) == {}
+
+
+def test_the_gate_asks_once_and_leaves_out() -> None:
+    def judge(models: list[Vector]) -> list[float]:
+        assert [model.tolist() for model in models] == [[1, 1], [3, 1], [1, 5], [-1, 1]]
+        return [1.0, 1.2, 1.1, math.inf]
+
+    made = mixed(judge, gate=True, weights=[1, 7, 3, 9])
+    assert made.model.tolist() == [1.0, 4.0]  # own by 1, peer 5 by 3
+    assert (made.used, made.refused) == ([5], [3, 8])
+    assert refusals(made.refused) == {"refused": [3, 8]}
+    tight = mixed(lambda _: [1.0, 1.2, 0.9, 2.0], gate=True, gate_ratio=0.5, gate_margin=0.0)
+    assert tight.model.tolist() == OWN.tolist()
+    assert tight.used == []
+
+
+def test_clipping_is_by_the_norm_of_ones_own_update() -> None:
+    # Differences of 2, 4 and 2 are shortened to 1: (0 + 1 + 0 - 1) / 4 and (0 + 0 + 1 + 0) / 4.
+    assert mixed(clip=1.0).model.tolist() == [1.0, 1.25]
+    assert mixed(clip=4.0).model.tolist() == mixed().model.tolist()
+
+
+@pytest.mark.parametrize(
+    ("keys", "model"),
+    [
+        ({"rule": "median"}, [1.0, 1.0]),
+        ({"rule": "trimmed-mean"}, [1.0, 1.0]),
+        ({"rule": "krum"}, [1.0, 1.0]),
+        ({"rule": "multi-krum"}, [1.0, 2.0]),  # four models are too few for f = 1
+        ({"rule": "centred-clipping", "radius": 2.0, "steps": 1}, [1.0, 1.5]),
+        ({"rule": "median", "clip": 1.0}, [1.0, 1.0]),
+    ],
+)
+def test_rules(keys: dict[str, Any], model: list[float]) -> None:
+    assert mixed(**keys).model.tolist() == model
+
+
+def test_alone_there_is_nobody_to_judge() -> None:
+    keys: dict[str, Any] = {"gate": True, "clip": 1.0, "rule": "trimmed-mean"}
+    made = mix(DefencePlan(**keys), OWN, BEFORE, {}, weights=None, judge=nobody)
+    assert made.model.tolist() == OWN.tolist()
+
+
+def test_plans_that_contradict_themselves() -> None:
+    weighted = {"n": 4, "matching": {"weighting": "samples"}}
+    with pytest.raises(ValueError, match="counts all models equally"):
+        Plan.model_validate({**weighted, "defence": {"rule": "krum"}})
+    Plan.model_validate({**weighted, "defence": {"gate": True, "clip": 1.0}})
+    for method in ("cfl", "ifca", "fedavg"):
+        plan = Plan.model_validate({"n": 4, "method": method, "defence": {"clip": 1.0}})
+        with pytest.raises(UserError, match="has no data to judge by"):
+            check_plan(plan, central=True)
+
+
+def gated(n: int = 4, **keys: Any) -> Plan:
+    return Plan.model_validate(
+        {"n": n, "defence": {"gate": True}, "partition": {"train_per_peer": 300}, **keys}
+    )
+
+
+def test_held_out_samples_are_drawn_once_and_never_trained_on() -> None:
+    samples = np.arange(100, 400)
+    kept, held = hold_out(gated(), 2, samples)
+    assert (len(kept), len(held)) == (240, 60)
+    assert np.array_equal(np.sort(np.concatenate([kept, held])), samples)
+    assert np.array_equal(hold_out(gated(rounds=7), 2, samples)[1], held)
+    assert not np.array_equal(hold_out(gated(), 3, samples)[1], held)
+    assert not np.array_equal(hold_out(gated(seed=1), 2, samples)[1], held)
+    # Few samples: a quarter. Nothing without a gate, or for peers that take nobody's model.
+    assert len(hold_out(gated(), 0, samples[:42])[1]) == 10
+    for plan in (Plan(n=4), gated(method="local")):
+        kept, held = hold_out(plan, 0, samples)
+        assert np.array_equal(kept, samples)
+        assert not len(held)
+
+
+def test_a_peer_gets_what_it_trains_on_and_what_it_holds_out() -> None:
+    dataset = load_dataset("digits", seed=0)
+    whole = deal(dataset, gated(method="local"), 1, own=False)
+    parted = deal(dataset, gated(), 1, own=False)
+    assert whole.held is None
+    assert parted.held is not None
+    kept, held = hold_out(gated(), 1, np.arange(300))
+    assert np.array_equal(parted.train_x, whole.train_x[kept])
+    assert np.array_equal(parted.held[0], whole.train_x[held])
+    assert np.array_equal(parted.held[1], whole.train_y[held])
