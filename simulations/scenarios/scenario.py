@@ -257,6 +257,8 @@ def _refuse(error: ValidationError, table: Mapping[str, Any], source: str, text:
     """Raise the UserError of the first thing that pydantic found wrong."""
     item = error.errors(include_url=False)[0]
     key = _plain_key(item["loc"], table)
+    if item["type"] == "missing":
+        key = (*key, item["loc"][-1])
     message = item["msg"].removeprefix("Value error, ")
     match item["type"]:
         case "extra_forbidden":
@@ -279,14 +281,12 @@ def _plain_key(loc: tuple[int | str, ...], table: Mapping[str, Any]) -> Key:
     """Return where an error is without what pydantic adds: the names of a union's members."""
     key: list[int | str] = []
     place: Any = table
-    for number, part in enumerate(loc):
+    for part in loc:
         inside = isinstance(place, dict) and part in place
         inside |= isinstance(place, list) and isinstance(part, int) and part < len(place)
         if inside:
             place = place[part]
             key.append(part)
-        elif number == len(loc) - 1 and isinstance(place, dict):
-            key.append(part)  # a key that is missing
     return tuple(key)
 
 
