@@ -36,9 +36,14 @@ def clusters_found(bags: Mapping[int, Collection[int]]) -> int:
 
     Its vertices are the keys, peers with their bags; two are joined when each is in the other's.
     """
-    import networkx as nx
-
-    graph: nx.Graph[int] = nx.Graph()
-    graph.add_nodes_from(bags)
-    graph.add_edges_from((i, j) for i, bag in bags.items() for j in bag if i in bags.get(j, ()))
-    return nx.number_connected_components(graph)
+    sets = {i: set(bag) for i, bag in bags.items()}
+    unseen, components = set(sets), 0
+    while unseen:
+        components += 1
+        reached = [unseen.pop()]
+        while reached:
+            i = reached.pop()
+            mutual = {j for j in unseen & sets[i] if i in sets[j]}
+            unseen -= mutual
+            reached += mutual
+    return components

@@ -14,7 +14,6 @@ from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from peer.errors import UserError
 from peer.learning.learner import Vector
@@ -23,8 +22,7 @@ from peer.matching.selection import draw
 from peer.plan import Plan
 from peer.randomness import Purpose, generator
 from peer.robust import norm
-
-Models = Sequence[Vector] | npt.NDArray[np.float32]
+from simulations.population import Models
 
 
 @dataclass(frozen=True)
@@ -131,8 +129,10 @@ class LabelFlip(Attack):
         """Return the inputs as they are and the labels turned round."""
         return x, classes - 1 - y
 
-    def forge(self, i: int, view: View, rng: np.random.Generator) -> Vector:  # noqa: ARG002
-        """Return w^{t-1} + scale g."""
+    def forge(self, i: int, view: View, rng: np.random.Generator) -> Vector:
+        """Return w^{t-1} + scale g: with a scale of 1 what it trained."""
+        if self.scale == 1:
+            return super().forge(i, view, rng)
         return _moved(view.before[i], view.update(i), self.scale)
 
 

@@ -10,9 +10,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from bootstrap.coordination import fedavg, ifca
 from peer.cluster_models import best_model, idle, initial_models
 from peer.errors import UserError
@@ -20,15 +17,13 @@ from peer.learning.learner import Learner, Manifest, Scores, Vector
 from peer.merit import precision, recall
 from peer.network.vectors import WIDTH
 from peer.plan import Plan
-from simulations.population import Row, arrive
+from simulations.population import Models, Row, arrive
 
 if TYPE_CHECKING:
     from simulations.attacks import Threat
     from simulations.engine.workers import Engine
 
 log = logging.getLogger(__name__)
-
-Models = npt.NDArray[np.float32]
 
 
 class Crew(Protocol):
@@ -50,9 +45,9 @@ class Crew(Protocol):
         ...
 
     def fit(self, models: Models, peers: Sequence[int], t: int) -> Models:
-        """Return [n, e]: row i is `models`[i] after the local training of peer i.
+        """Return of every peer i `models`[i] after its local training.
 
-        Rows of others than `peers` mean nothing.
+        Those of others than `peers` mean nothing, and all are lost when the crew trains again.
         """
         ...
 
@@ -76,7 +71,7 @@ class LearnerCrew:
 
     def fit(self, models: Models, peers: Sequence[int], t: int) -> Models:
         """Return what the learners of `peers` make of their models; others stay as they are."""
-        trained = models.copy()
+        trained = list(models)
         for i in peers:
             trained[i] = self._learners[i].fit(models[i], t)
         return trained
@@ -105,8 +100,7 @@ class EngineCrew:
         """Train all peers: a round costs the same however few take part."""
         self._engine.reset(models)
         self._engine.train(t)
-        trained: Models = self._engine.trained
-        return trained
+        return list(self._engine.trained)
 
     def losses(self, models: Sequence[Vector], peers: Sequence[int], t: int) -> list[list[float]]:
         """Return the losses [peers][models], by stacked products where the engine has them."""
@@ -137,7 +131,7 @@ class HostileCrew:
 
     def fit(self, models: Models, peers: Sequence[int], t: int) -> Models:
         """Return what peers send: what they trained, or what attackers make of that."""
-        sent = self._crew.fit(models, peers, t).copy()
+        sent = list(self._crew.fit(models, peers, t))
         forged = self._threat.forge(self._plan, t, models, sent, present=peers)
         for i, w in forged.items():
             sent[i] = w
@@ -183,7 +177,7 @@ class CentralPopulation:
 
     @property
     def models(self) -> Models:
-        """The model of every peer's cluster [n, e], as it arrives there."""
+        """The model of every peer's cluster, as it arrives there."""
         return self._dealt(self._arriving(self.cluster_models))
 
     def run(self, *, evaluate_every: int = 1) -> Iterator[list[Row]]:
@@ -203,8 +197,8 @@ class CentralPopulation:
         offered = self._arriving(self.cluster_models)
         if self.c > 1 and t > 1:  # in round 1 by the initial models, which all have seen
             self._identify(taking_part, offered)
-        trained = self.crew.fit(self._dealt(offered), taking_part, t)
-        received = {i: w for i in taking_part if (w := arrive(trained[i], plan)) is not None}
+        sent = self.crew.fit(self._dealt(offered), taking_part, t)
+        received = {i: w for i in taking_part if (w := arrive(sent[i], plan)) is not None}
         weights = None
         if plan.matching.weighting == "samples":
             weights = dict(enumerate(self.crew.samples))
@@ -215,8 +209,12 @@ class CentralPopulation:
             if self.c > 1:
                 self._identify(range(plan.n), self._arriving(self.cluster_models))
             scores = self.crew.evaluate(self.models)
-        together = {i: identities[i] for i in taking_part}
-        return [self._row(i, together, scores[i]) for i in range(plan.n)]
+        trained = {i: identities[i] for i in taking_part}
+        trained_by, used_by = _groups(trained), _groups(dict(enumerate(self.identities)))
+        return [
+            self._row(i, used_by[self.identities[i]], trained.get(i), trained_by, scores[i])
+            for i in range(plan.n)
+        ]
 
     def _identify(self, peers: Sequence[int], models: Sequence[Vector]) -> None:
         """Let `peers` choose the model that has the least loss on their training data."""
@@ -253,26 +251,31 @@ class CentralPopulation:
         return [own if sent is None else sent for own, sent in zip(models, arrived, strict=True)]
 
     def _dealt(self, models: Sequence[Vector]) -> Models:
-        """Return [n, e], each peer's model by its identity."""
-        dealt: Models = np.stack(models)[self.identities]
-        return dealt
+        """Return each peer's model by its identity."""
+        return [models[c] for c in self.identities]
 
-    def _row(self, i: int, trained: Mapping[int, int], scores: Scores | None) -> Row:
-        """Return the row of peer i; its bag is whoever has the same model.
+    def _row(
+        self,
+        i: int,
+        same: Sequence[int],
+        trained: int | None,
+        trained_by: Mapping[int, Sequence[int]],
+        scores: Scores | None,
+    ) -> Row:
+        """Return the row of peer i; its bag is whoever has the `same` model.
 
-        `trained` maps those who took part to the model that they trained.
+        `trained` is the model that it trained, None when it took no part.
         """
-        same = [j for j in range(self.plan.n) if self.identities[j] == self.identities[i]]
         bag = frozenset(same) - {i}
-        part = i in trained
-        together = [j for j in trained if part and j != i and trained[j] == trained[i]]
+        part = trained is not None
+        together = [] if trained is None else [j for j in trained_by[trained] if j != i]
         model = self.crew.manifest.size * WIDTH[self.plan.network.precision]
         down = self.c * part
         if self.t == 1 and self.c > 1:
             down = self.c * self._draws  # the last draw is what the round begins with
         notes: dict[str, Any] = {"model": self.identities[i], "took_part": part}
         if self.c > 1:
-            notes["idle"] = idle(list(trained.values()), self.c)
+            notes["idle"] = idle(trained_by, self.c)
         return {
             "t": self.t,
             "index": i,
@@ -287,3 +290,11 @@ class CentralPopulation:
             "payload_sent": part * model,
             "notes": notes,
         }
+
+
+def _groups(identities: Mapping[int, int]) -> dict[int, list[int]]:
+    """Return the peers of each model, from the model of each peer."""
+    groups: dict[int, list[int]] = {}
+    for i, model in identities.items():
+        groups.setdefault(model, []).append(i)
+    return groups

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from bootstrap.coordination import fedavg
 from bootstrap.coordination.cfl import Attempt, ClusteredServer
 from bootstrap.coordination.tree import ParameterTree
@@ -19,8 +17,8 @@ from peer.merit import precision, recall
 from peer.network.vectors import WIDTH
 from peer.permutation import Permutation
 from peer.plan import Plan
-from simulations.central import Crew, Models
-from simulations.population import Row, arrive
+from simulations.central import Crew
+from simulations.population import Models, Row, arrive
 
 
 class ClusteredPopulation:
@@ -45,9 +43,9 @@ class ClusteredPopulation:
 
     @property
     def models(self) -> Models:
-        """The model of every peer's place [n, e]."""
+        """The model of every peer's place."""
         models = {v: self._model(v) for v in set(self.server.tree.places.values())}
-        return np.stack([models[self.server.tree.places[i]] for i in range(self.plan.n)])
+        return [models[self.server.tree.places[i]] for i in range(self.plan.n)]
 
     def run(self, *, evaluate_every: int = 1) -> Iterator[list[Row]]:
         """Yield the rows of every round that is left, as each is finished.

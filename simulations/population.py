@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from peer.aggregation import with_own_statistics
 from peer.defence import Mixed, mix, refusals
 from peer.errors import ProtocolError
@@ -24,6 +27,9 @@ from peer.randomness import Purpose, generator
 
 if TYPE_CHECKING:
     from simulations.attacks import Threat
+
+Models = Sequence[Vector] | npt.NDArray[np.float32]
+"""A model [e] of each of the n peers: rows of a matrix, or few vectors, each for many peers."""
 
 Row = dict[str, Any]
 """One peer's line of the metrics: t, index, cluster, accuracy, loss, bag, neighbours, precision,
@@ -101,6 +107,7 @@ class Population:
         self.manifest = self.learners[0].manifest
         self.initial = self.learners[0].initial()
         self.models = [self.initial] * plan.n
+        self._clusters = [plan.cluster_of(i) for i in range(plan.n)]
         self.t = 0
         self.sketch: CountSketch | None = None
         if self.evidence is Evidence.GRADIENT and plan.matching.evidence == "sketch":
@@ -188,19 +195,18 @@ class Population:
         return mixed
 
     def _row(self, i: int, mixed: Mixed, payload: int, *, evaluate: bool) -> Row:
-        clusters = [self.plan.cluster_of(j) for j in range(self.plan.n)]
         bag = self.matchers[i].bag
         scores = self.learners[i].evaluate(self.models[i]) if evaluate else None
         return {
             "t": self.t,
             "index": i,
-            "cluster": clusters[i],
+            "cluster": self._clusters[i],
             "accuracy": scores.accuracy if scores else None,
             "loss": scores.loss if scores else None,
             "bag": sorted(bag),
             "neighbours": mixed.used,
-            "precision": precision(bag, i, clusters),
-            "recall": recall(bag, i, clusters),
+            "precision": precision(bag, i, self._clusters),
+            "recall": recall(bag, i, self._clusters),
             "payload_received": payload,
             "notes": self.matchers[i].notes | refusals(mixed.refused),
         }

@@ -17,7 +17,6 @@ from pydantic import ValidationError
 
 from peer.display import FederationView
 from peer.errors import UserError
-from peer.learning.learner import Vector
 from peer.learning.names import CUSTOM, OWN
 from peer.matching.registry import CENTRAL
 from peer.plan import CentralPlan, CflPlan, DefencePlan, MatchingPlan, Plan, describe
@@ -37,9 +36,8 @@ from simulations.central import (
     EngineCrew,
     HostileCrew,
     LearnerCrew,
-    Models,
 )
-from simulations.population import Row
+from simulations.population import Models, Row
 from simulations.processes import Federation
 
 if TYPE_CHECKING:
@@ -151,8 +149,8 @@ class Rounds(Protocol):
     """A population, whatever computes it."""
 
     @property
-    def models(self) -> Sequence[Vector] | Models:
-        """Every peer's model w_i^t [n, e]."""
+    def models(self) -> Models:
+        """Every peer's model w_i^t [e]."""
         ...
 
     def run(self, *, evaluate_every: int = 1) -> Iterator[list[Row]]:
@@ -314,9 +312,7 @@ class Chosen:
         return self._hostile / self._neighbours if self._neighbours else None
 
 
-def _harm(
-    plan: Plan, threat: Threat, models: Sequence[Vector] | Models, equipment: Equipment
-) -> dict[str, float]:
+def _harm(plan: Plan, threat: Threat, models: Models, equipment: Equipment) -> dict[str, float]:
     """Return what an attack did beside costing accuracy: the success of a backdoor."""
     if threat.attack != "backdoor":
         return {}

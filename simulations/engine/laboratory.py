@@ -112,7 +112,7 @@ class Laboratory:
         clock.lap("train")
         if self._reference is not None:
             rows = self._reference.step(evaluate=False)
-            self.engine.reset(np.stack(self._reference.models))
+            self.engine.reset(self._reference.models)
             clock.lap("match")
             return self._judged(rows, clock) if evaluate else rows
         similarities = self._similarities(self._candidates())

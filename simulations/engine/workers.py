@@ -132,13 +132,15 @@ class Engine:
         """w_i^{t-1/2} [n, e]: on the CPU the memory itself, from elsewhere a copy."""
         return self._fetch("trained")
 
-    def reset(self, models: Array | None = None) -> None:
-        """Start from w_0 at every peer, or from `models` [n, e] (or one for all, [e])."""
-        start = self.initial if models is None else models
+    def reset(self, models: Sequence[Vector] | Array | None = None) -> None:
+        """Start from w_0 at every peer, or from `models`, one [e] for each."""
+        start = [self.initial] * self.plan.n if models is None else models
         if self._on_device:
-            self._crew.ask("set_models", [(np.broadcast_to(start, self.models.shape).copy(),)])
-        else:
-            self._arena["models"][:] = start
+            self._crew.ask("set_models", [(np.stack(list(start)),)])
+            return
+        # One by one: the same few vectors may serve all peers, and need no second matrix.
+        for row, model in zip(self._arena["models"], start, strict=True):
+            row[:] = model
 
     def hold(self, i: int, place: int) -> None:
         """From now on peer i has what holding `place` (one after the n-th) says."""

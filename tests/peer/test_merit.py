@@ -30,3 +30,9 @@ def test_clusters_are_components_of_mutual_membership() -> None:
     assert clusters_found({0: [1], 1: [2], 2: [0]}) == 3
     assert clusters_found({0: [], 1: [], 2: [9]}) == 3
     assert clusters_found({0: [1, 2], 1: [0], 2: []}) == 2
+
+
+def test_a_thousand_peers_that_all_share_one_model_are_one_cluster() -> None:
+    everyone = range(1000)
+    assert clusters_found({i: [j for j in everyone if j != i] for i in everyone}) == 1
+    assert clusters_found({i: [i - 1, i + 1] for i in everyone}) == 1

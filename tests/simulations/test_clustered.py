@@ -14,10 +14,10 @@ from bootstrap.coordination.tree_store import TREE, TreeStore
 from peer.learning.learner import Entry, Manifest, Scores, Vector
 from peer.plan import Plan
 from peer.rundir import read_metrics
-from simulations.central import EngineCrew, LearnerCrew, Models
+from simulations.central import EngineCrew, LearnerCrew
 from simulations.clustered import ClusteredPopulation
 from simulations.engine.workers import Engine
-from simulations.population import make_learners
+from simulations.population import Models, make_learners
 from simulations.report import write_report
 from simulations.runs import Equipment, PopulationMaker, run_population
 
@@ -39,16 +39,17 @@ class Targets:
         self.refusing = refusing
 
     def fit(self, models: Models, peers: Sequence[int], t: int) -> Models:
-        trained = models.copy()
+        trained = list(models)
         for i in peers:
-            trained[i] = np.nan if i in self.refusing else (models[i] + self.targets[i]) / 2
+            refused = np.full(SIZE, np.nan, dtype=np.float32)
+            trained[i] = refused if i in self.refusing else (models[i] + self.targets[i]) / 2
         return trained
 
     def losses(self, models: Sequence[Vector], peers: Sequence[int], t: int) -> list[list[float]]:
         raise NotImplementedError
 
     def evaluate(self, models: Models) -> list[Scores]:
-        losses = np.square(models - self.targets).sum(axis=1).tolist()
+        losses = np.square(np.stack(models) - self.targets).sum(axis=1).tolist()
         return [Scores(1 / (1 + loss), loss) for loss in losses]
 
 

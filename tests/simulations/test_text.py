@@ -60,7 +60,7 @@ def test_the_engine_trains_it_as_the_device_does(
             [learners[0].train_losses([expected[1]], 1)[0],
              learners[2].train_losses([expected[3]], 1)[0]]
         )  # fmt: skip
-        engine.reset(np.array(expected))
+        engine.reset(expected)
         assert engine.evaluate()[3] == pytest.approx(learners[3].evaluate(expected[3]))
     with Engine(PLAN, data=spec, workers=0):
         told = [r.message for r in caplog.records if "one peer at a time" in r.message]
