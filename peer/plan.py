@@ -174,6 +174,12 @@ class CflPlan(_Table):
         le=1,
         description="largest chance, by a t test, of a coherent half (contrast)",
     )
+    level_both: float = Field(
+        default=1e-9,
+        ge=0,
+        le=1,
+        description="largest chance, by a t test, of two halves that need no contrast (contrast)",
+    )
     patience: int = Field(
         default=3, ge=1, le=1000, description="sound cuts running that must agree (contrast)"
     )

@@ -15,7 +15,9 @@ so, and when some cuts running are sound and agree. A half of m members is coher
 cosine inside exceeds that across by contrast / sqrt(m), and by more than a t test gives to chance.
 It assumes that members of one distribution differ by chance: then a few may be alike, but the more
 they are, the less their mean cosine exceeds that with the others. It never cuts off a single
-member, whose likeness to its own half cannot be judged.
+member, whose likeness to its own half cannot be judged. Where large models have only a little in
+common, contrasts are small and yet certain: halves that are *both* more alike inside than across,
+with next to no chance, need no more contrast.
 """
 
 from __future__ import annotations
@@ -222,6 +224,10 @@ def objection(settings: CflPlan, evidence: Evidence) -> str | None:
     sizes = [len(half) for half in evidence.halves]
     if min(sizes) < settings.min_half:
         return "a half is too small"
+    # [choice] both halves: members whose updates are less noisy than the others' are more alike,
+    # with each other and with everybody, but what they leave behind is then less alike than that.
+    if max(evidence.p) < settings.level_both:
+        return None
     # [choice] mean cosines: they tell a right cut from a peel. Both halves are asked, for a few
     # noisy members, unlike everybody, are no more like each other. But one coherent half will do,
     # and of the other a quarter of it: while that still holds several clusters, its mean shows

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bootstrap.coordination.cfl import Attempt, ClusteredServer, _confirm, thresholds
+from bootstrap.coordination.bipartition import Cut, contrast, cosines, gram
+from bootstrap.coordination.cfl import (
+    Attempt,
+    ClusteredServer,
+    Evidence,
+    _confirm,
+    objection,
+    thresholds,
+)
 from bootstrap.coordination.tree import Node, ParameterTree
 from bootstrap.coordination.tree_store import TreeStore
 from peer.errors import UserError
@@ -288,6 +296,57 @@ def test_a_restart_changes_nothing(tmp_path: Path) -> None:
     assert len(whole.tree.leaves) == 4
     for ours, theirs in zip(whole.tree.nodes, broken.tree.nodes, strict=True):
         assert np.array_equal(ours.update, theirs.update)
+
+
+def large(clusters: int, n: int, seed: int) -> Sequence[np.ndarray]:
+    """Return updates of many values and little in common, some noisier than others."""
+    rng = np.random.default_rng(seed)
+    common = rng.normal(size=(clusters, 5000))
+    noise = rng.uniform(2, 8, size=n) if clusters == 1 else np.full(n, 4.0)
+    return [common[i % clusters] + noise[i] * rng.normal(size=5000) for i in range(n)]
+
+
+def judged(
+    updates: Sequence[np.ndarray], **settings: Any
+) -> tuple[set[frozenset[int]], str | None]:
+    """Return the halves of the optimal cut, and what is said against it."""
+    cfl = server(len(updates), **settings)
+    evidence = cfl._evidence(tuple(range(len(updates))), updates)
+    return {frozenset(half) for half in evidence.halves}, objection(cfl.settings, evidence)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_little_in_common_is_enough_when_both_halves_are_certain(seed: int) -> None:
+    updates = large(2, 20, seed)
+    halves, against = judged(updates)
+    assert halves == {frozenset(range(0, 20, 2)), frozenset(range(1, 20, 2))}
+    assert against is None
+    assert judged(updates, level_both=0.0)[1] is not None
+
+
+@pytest.mark.parametrize("n", [20, 60])
+def test_those_with_little_noise_are_no_cluster(n: int) -> None:
+    """Neither by the optimal cut nor by that of those with little noise from the others."""
+    for seed in range(10):
+        updates = large(1, n, seed)
+        assert judged(updates)[1] is not None
+        order = np.argsort([np.linalg.norm(update) for update in updates])
+        cut = Cut(tuple(order[: n // 2].tolist()), tuple(order[n // 2 :].tolist()), 0.0)
+        quiet, noisy = contrast(cosines(gram(updates)), cut).p
+        assert (quiet < 1e-4, noisy > 0.5) == (True, True)
+
+
+def test_one_certain_half_is_not_enough() -> None:
+    def evidence(p: tuple[float, float]) -> Evidence:
+        return Evidence(
+            halves=((0, 1, 2), (3, 4, 5)), cross_max=0.0, gap=None, gamma_max=9.0, gate=False,
+            within=(0.02, 0.03), across=-0.01, p=p,
+        )  # fmt: skip
+
+    settings = CflPlan()
+    assert objection(settings, evidence((9e-10, 9e-10))) is None
+    assert objection(settings, evidence((1e-20, 1e-9))) is not None
+    assert objection(settings, evidence((1e-9, 1e-20))) is not None
 
 
 def test_thresholds() -> None:
