@@ -11,9 +11,13 @@ import pytest
 
 from peer.defence import Mixed, admitted, mix, refusals
 from peer.errors import UserError
-from peer.learning.learner import Vector
-from peer.learning.partition import deal, hold_out
+from peer.learning.build import prepare
+from peer.learning.estimator_learner import EstimatorLearner
+from peer.learning.learner import Learner, Vector
+from peer.learning.models import build_model
+from peer.learning.partition import PeerData, deal, hold_out
 from peer.learning.sources import load_dataset
+from peer.learning.torch_learner import TorchLearner
 from peer.plan import DefencePlan, Plan
 from peer.plan_check import check_plan
 
@@ -141,3 +145,31 @@ def test_a_peer_gets_what_it_trains_on_and_what_it_holds_out() -> None:
     assert np.array_equal(parted.train_x, whole.train_x[kept])
     assert np.array_equal(parted.held[0], whole.train_x[held])
     assert np.array_equal(parted.held[1], whole.train_y[held])
+
+
+@pytest.mark.parametrize("model", ["mlp", "sklearn-sgd"])
+def test_learners_judge_by_what_they_hold_out(model: str) -> None:
+    plan = gated(model=model)
+    learner = prepare(plan, 1)[0]
+    assert learner.samples == 240
+    data = deal(load_dataset("digits", seed=0), plan, 1, own=False)
+    assert data.held is not None
+    x, y = data.held
+    trained = learner.fit(learner.initial(), 1)
+    first, second, third = learner.held_losses(
+        [learner.initial(), trained, np.full_like(trained, np.nan)]
+    )
+    judge = rebuilt(model, plan, x, y)
+    assert first == judge.evaluate(learner.initial()).loss
+    assert second == judge.evaluate(trained).loss < first
+    assert not math.isfinite(third) or third > first  # scikit-learn's loss has a largest value
+    with pytest.raises(ValueError, match="held out"):
+        prepare(Plan(n=4, model=model), 1)[0].held_losses([trained])
+
+
+def rebuilt(model: str, plan: Plan, x: np.ndarray, y: np.ndarray) -> Learner:
+    """Return a learner whose test set is what another holds out."""
+    data = PeerData(x, y, x, y, 10, x.shape[1:])
+    if model == "sklearn-sgd":
+        return EstimatorLearner(model, data, plan, 1)
+    return TorchLearner(build_model(model, data.shape, 10, plan.seed), data, plan, 1)

@@ -51,6 +51,7 @@ def check(plan: Plan, state: Path, model: str | None = None) -> Population:
         assert [row.bag for row in live] == [row["bag"] for row in own]
         metrics = read_metrics(result.state)
         assert [row.accuracy for row in metrics] == [row["accuracy"] for row in own]
+        assert [row.notes for row in metrics] == [row["notes"] for row in own]
         assert final_rows(metrics)[0].payload_received == sum(r["payload_received"] for r in own)
         np.testing.assert_array_equal(result.model, population.models[result.index])
     return population
@@ -96,3 +97,40 @@ def test_so_do_exact_evidence_and_half_precision(
     plan = eight("panm-grad", evidence=evidence)
     network = plan.network.model_copy(update={"precision": precision})
     check(plan.model_copy(update={"network": network}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "defence",
+    [{"gate": True, "clip": 0.5}, {"gate": True, "rule": "centred-clipping", "steps": 2}],
+    ids=["gate, clip", "gate, centred clipping"],
+)
+def test_a_defence_is_the_same_everywhere(tmp_path: Path, defence: dict[str, Any]) -> None:
+    plan = Plan.model_validate(
+        eight("panm-loss").model_dump(exclude_none=True) | {"defence": {**defence, "gate_ratio": 1}}
+    )
+    check(plan, tmp_path)
+    live = [row for file in tmp_path.rglob("metrics.jsonl") for row in read_metrics(file.parent)]
+    assert any(row.notes.get("refused") for row in live)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["median", "trimmed-mean", "krum", "multi-krum"])
+def test_so_is_every_rule(tmp_path: Path, rule: str) -> None:
+    plan = eight("panm-grad", k=4)
+    check(
+        Plan.model_validate(plan.model_dump(exclude_none=True) | {"defence": {"rule": rule}}),
+        tmp_path,
+    )
+
+
+def test_the_engine_defends_by_its_own_sums() -> None:
+    """Gate and clipping on the engine's quick path, against the reference."""
+    table = eight("panm-grad").model_dump(exclude_none=True)
+    plan = Plan.model_validate(table | {"defence": {"gate": True, "gate_ratio": 1, "clip": 0.5}})
+    population = Population(plan, plan.method)
+    with Laboratory(plan, plan.method, workers=0) as laboratory:
+        for expected, rows in zip(population.run(), laboratory.run(), strict=True):
+            for one, other in zip(expected, rows, strict=True):
+                for key in ("neighbours", "bag", "notes", "payload_received"):
+                    assert one[key] == other[key], key
+        np.testing.assert_allclose(laboratory.models, np.stack(population.models), atol=1e-4)
