@@ -108,6 +108,8 @@ def test_every_shipped_plan_is_valid() -> None:
     folder = files("simulations") / "plans"
     plans = {item.name: Plan.from_toml(item.read_text()) for item in folder.iterdir()}
     assert set(plans) >= {"demo.toml", "fashion-20-panm-grad.toml", "fashion-20-panm-loss.toml"}
+    assert plans["label-permutation-20-cfl.toml"].partition.kind == "label-permutation"
+    assert (plans["text-20-cfl.toml"].model, plans["text-20-cfl.toml"].data) == ("lstm", "own")
     assert plans["fashion-20-panm-loss.toml"].partition.clusters == 4
     assert demo_plan() == plans["demo.toml"]
 
