@@ -25,6 +25,7 @@ from peer.exchange import Exchange, Received, Shelf
 from peer.journal import Clock, Journal, OnRound
 from peer.learning.learner import Learner, Scores, Vector
 from peer.matching.base import Evidence, Matcher, MatcherSettings
+from peer.matching.local import Local
 from peer.matching.registry import create_matcher
 from peer.matching.selection import draw
 from peer.matching.similarity import GradientEvidence, gradient_similarity, loss_similarity
@@ -220,8 +221,11 @@ class Rounds:
 
         A peer whose next round is still on the others' shelves goes on as if it had only been slow.
         One that was away for longer (late, restarted, stopped, cut off) finds nothing there, while
-        the others wait for it: it goes on where they are.
+        the others wait for it: it goes on where they are. One that learns alone has nothing to
+        catch up with.
         """
+        if self._alone:
+            return t
         staleness = self.plan.network.staleness
         slack = max(self.plan.network.history, 1 + (staleness if staleness != "async" else 0))
         front = typical(max(s.published, s.finished) for s in self._living())
@@ -280,7 +284,7 @@ class Rounds:
         candidates = self._matcher.candidates(t, known, rng)
         trained = await self._train(t)
         clock.lap("train")
-        if self.plan.lockstep and t > self.plan.network.history:
+        if self.plan.lockstep and not self._alone and t > self.plan.network.history:
             # The snapshot that falls off the shelf must not be one that somebody still needs.
             await self.exchange.wait_for_stragglers(t - self.plan.network.history)
         self.exchange.begin_round()
@@ -338,6 +342,11 @@ class Rounds:
             log.warning("training diverged in round %d; going back to this peer's own model", t)
             self._model = self._trained
         return self._trained
+
+    @property
+    def _alone(self) -> bool:
+        """Whether by its method no peer needs another."""
+        return isinstance(self._matcher, Local)
 
     @property
     def _sketched(self) -> bool:

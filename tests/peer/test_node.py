@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peer import Plan, Result, run
+from peer import Peer, PeerSettings, Plan, Result, run
 from peer.errors import StateError, UserError
 from peer.learning.build import prepare
 from peer.learning.learner import Learner, Vector
-from peer.rundir import read_metrics, read_topology
+from peer.rundir import MetricRow, read_metrics, read_topology
+from simulations.population import Population
 
 
 def small(**changes: Any) -> Plan:
@@ -128,6 +130,39 @@ def test_training_that_diverges_starts_again_from_ones_own_model(
         assert result.rounds == 4
         assert np.isfinite(result.model).all()
     assert caplog.text.count("training diverged in round 3") == 2
+
+
+def test_alone_means_alone_for_a_late_one_too(tmp_path: Path) -> None:
+    """It comes when the others are done: no model of theirs, and no round of its own left out."""
+    plan = small(method="local", n=3, min_peers=2)
+
+    async def federation() -> Result:
+        address = asyncio.get_running_loop().create_future()
+        done = [asyncio.Event() for _ in range(3)]
+
+        def on_round(_plan: Plan, row: MetricRow) -> None:
+            if row.t == plan.rounds:
+                done[row.index].set()
+
+        async def peer(index: int, others: list[str]) -> Result:
+            settings = PeerSettings(state=tmp_path / str(index), index=index, peer=others)
+            listening = None if index else address.set_result
+            member = Peer(settings, plan=plan, on_listening=listening, on_round=on_round)
+            return await member.run()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(peer(0, []))
+            first = await address
+            group.create_task(peer(1, [first]))
+            await asyncio.gather(*(event.wait() for event in done[:2]))
+            late = group.create_task(peer(2, [first]))
+        return late.result()
+
+    late = asyncio.run(federation())
+    assert [row.t for row in read_metrics(late.state)] == list(range(1, 7))
+    population = Population(plan, "local")
+    list(population.run())
+    np.testing.assert_array_equal(late.model, population.models[2])
 
 
 def test_a_state_directory_of_another_plan_is_refused(tmp_path: Path) -> None:
