@@ -169,7 +169,7 @@ def test_a_scenario_is_what_its_file_says(tmp_path: Path) -> None:
             'do = "slow"\npeers = [1]\nfactor = 0',
             "line 29: script[1].factor: Input should be greater than 0",
         ),
-        ("[links]", "[[links.between]]\nedge = [0, 5]\n[links]", "is not valid TOML"),
+        ("[links]", "[links", "is not valid TOML: Expected ']' at the end of a table declaration"),
         (
             "latency = 0.1",
             "[[links.between]]\nedge = [0, 5]",
