@@ -24,6 +24,9 @@ from simulations.figures import (
     topology_figure,
 )
 from simulations.figures_cfl import attempts_of, clustering_figure
+from simulations.scenarios.pictures import time_figure
+from simulations.scenarios.runs import SCENARIO
+from simulations.scenarios.scenario import load
 
 PLOTS = "plots"
 REFERENCES = ("local", "random")
@@ -69,6 +72,8 @@ def write_report(run: Path) -> list[Path]:
         figures["clustering"] = clustering_figure(plan, rows)
     if perplexity(plan, 0.0) is not None:
         figures["perplexity"] = perplexity_figure(plan, rows)
+    if (run / SCENARIO).exists():
+        figures["time"] = time_figure(load(run / SCENARIO), rows)
     folder = run / PLOTS
     folder.mkdir(exist_ok=True)
     return [path for name, figure in figures.items() for path in save(figure, folder / name)]
