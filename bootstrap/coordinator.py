@@ -22,10 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bootstrap.coordination import fedavg
-from bootstrap.coordination.cfl import Attempt
 from bootstrap.coordination.rounds import (
     Answers,
     Exchange,
@@ -35,11 +33,11 @@ from bootstrap.coordination.rounds import (
     Round,
     Weights,
 )
+from bootstrap.coordinator_rows import RoundRows
 from bootstrap.coordinator_store import CoordinatorStore, Layout, Saved, new_method
 from peer.errors import ProtocolError, RefusedError, UnreachableError
 from peer.exchange import PATIENCE, PULLS_AT_ONCE
 from peer.learning.learner import Vector
-from peer.merit import precision, recall
 from peer.network.address import deserted, parse_address
 from peer.network.messages import (
     Assignment,
@@ -56,7 +54,6 @@ from peer.network.traffic import Fault
 from peer.network.transport import Buffer, Transport
 from peer.network.vectors import WIDTH, decode_vector, encode_vector, split
 from peer.plan import Plan
-from peer.rundir import MetricRow, RunWriter, TopologyRow
 from peer.standing import Standing
 
 log = logging.getLogger(__name__)
@@ -105,7 +102,6 @@ class _Closing:
     owners: Mapping[int, str]
     standing: Standing
     encoded: bytes
-    attempts: Mapping[int, Attempt]
 
 
 class Coordinator:
@@ -143,9 +139,7 @@ class Coordinator:
         self._method: Method | None = None
         self._open: _Open | None = None
         self._closing: _Closing | None = None
-        self._told: set[int] = set()
         self._tried: set[str] = set()
-        self._clusters = [plan.cluster_of(i) for i in range(plan.n)]
         self._expected: tuple[int, ...] = ()
         self._version = 0
         self._models: Mapping[int, Vector | None] = {}
@@ -153,9 +147,9 @@ class Coordinator:
         self._pulls = asyncio.Semaphore(PULLS_AT_ONCE)
         self._changed = asyncio.Event()
         self._waiting = 0
-        self._started = clock()
+        self._turn = 0
         self._store = None if state is None else CoordinatorStore(state, plan)
-        self._writer = None if state is None else RunWriter(state, plan)
+        self._rows = None if state is None else RoundRows(state, plan)
         self._resume()
 
     @property
@@ -169,8 +163,10 @@ class Coordinator:
             return
         self._layout, self._method = saved.layout, saved.method
         self._owners, self._expected = saved.owners, saved.present
-        self._close(saved.standing, {})
+        self._closing = self._closing_of(saved.method, saved.standing)
         self._publish(saved.method)
+        if self._rows is not None:
+            self._rows.resume(self.finished, saved.standing)
         log.info("going on after round %d of %d", self.finished, self.plan.rounds)
 
     # What peers ask.
@@ -191,8 +187,8 @@ class Coordinator:
             record, request.samples, status.finished, self._clock()
         )
         self._take_answer(record, request)
-        if status.finished == self.finished:
-            self._write_row(record.index, status.accuracy)
+        if self._rows is not None:
+            self._rows.add(status.finished, record.index, status.accuracy)
         self._notify()
         await self._wait_for_task(record, request.wait)
         task = self._task_of(record)
@@ -239,6 +235,7 @@ class Coordinator:
             raise RefusedError(Reason.PERMUTATION_MISMATCH, "the plan says who permutes")
         if self._layout is None or (self._method is None and not self._there(but=record.index)):
             self._layout = said
+            self._clients.clear()
             return
         if said.fingerprint != self._layout.fingerprint:
             raise RefusedError(
@@ -255,7 +252,7 @@ class Coordinator:
         client = self._clients.get(index)
         if client is None or client.record.peer != record.peer:
             return None
-        if closing is not None and closing.t == self._version and self._unclosed(index):
+        if closing is not None and self._unclosed(index):
             place = closing.standing.places[index]
             return Task(
                 work=Work.CLOSE, round=closing.t, version=closing.t, model=place, draw=closing.draw
@@ -438,10 +435,11 @@ class Coordinator:
         return index in going_on.exchange.tasks and self._owners.get(index) == peer
 
     def _unclosed(self, index: int) -> bool:
+        """Return whether a peer is to close the last round, and can: its models are still here."""
         closing, client = self._closing, self._clients[index]
         return (
             closing is not None
-            and client.finished < closing.t
+            and client.finished < closing.t == self._version
             and closing.owners.get(index) == client.record.peer
             and index in closing.members
         )
@@ -463,17 +461,17 @@ class Coordinator:
         """Put a round on the disk, and then let peers know of it."""
         assert self._layout is not None
         standing = Standing(dict(method.places), outcome.trained)
+        closing = self._closing_of(method, standing)
+        # The rows first: a round whose attempts were not written is run again after a crash.
+        if self._rows is not None:
+            self._rows.begin(closing.t, standing, outcome.attempts)
         if self._store is not None:
             saved = Saved(self._layout, method, dict(self._owners), standing, tuple(self._there()))
             await asyncio.to_thread(self._store.save, saved)
-        self._close(standing, {attempt.members[0]: attempt for attempt in outcome.attempts})
-        for index in self._closing.attempts if self._closing else ():
-            self._write_row(index, None)
+        self._closing = closing
         self._notify()
 
-    def _close(self, standing: Standing, attempts: Mapping[int, Attempt]) -> None:
-        assert self._method is not None
-        method = self._method
+    def _closing_of(self, method: Method, standing: Standing) -> _Closing:
         members = frozenset(
             i
             for i in standing.places
@@ -481,24 +479,22 @@ class Coordinator:
             or method.settled(i)
             or self._owners.get(i) in self._tried
         )
-        self._closing = _Closing(
+        return _Closing(
             t=method.version,
             members=members,
             draw=method.draw,
             owners=dict(self._owners),
             standing=standing,
             encoded=standing.encode(self.plan.n),
-            attempts=attempts,
         )
-        self._told = set()
 
     async def _closed_by_all(self) -> None:
         """Wait until those who are there have closed the last round, and sum up."""
         deadline = self._clock() + self.plan.network.round_timeout
         while any(map(self._unclosed, self._there())) and self._clock() < deadline:
             await self._change(1.0)
-        if self._writer is not None and self._told:
-            self._writer.write_summary(wall_s=self._clock() - self._started)
+        if self._rows is not None:
+            self._rows.sum_up()
         log.info("round %d was the last; serving those who come late", self.finished)
 
     async def _receive(self, method: Method) -> None:
@@ -543,45 +539,18 @@ class Coordinator:
             await asyncio.sleep(1.0)
             oldest = self._clock() - SILENCE
             silent = [i for i in self._waited_for() if self._clients[i].heard < oldest]
-            patience = self.plan.network.probe_timeout
-            for index in silent[:LOOKED_AT]:
-                client = self._clients[index]
-                if await deserted(client.record.control, patience) and client.heard < oldest:
-                    self._lost(index)
-                    self._notify()
+            # By turns: those who are only slow must not hide the dead.
+            start = self._turn % max(1, len(silent))
+            chosen = [*silent[start:], *silent[:start]][:LOOKED_AT]
+            self._turn += len(chosen)
+            await asyncio.gather(*map(self._look_at, chosen))
 
-    def _write_row(self, index: int, accuracy: float | None) -> None:
-        """Write a peer's row of the last finished round, unless it was written."""
-        closing = self._closing
-        if (
-            self._writer is None
-            or closing is None
-            or index in self._told
-            or index not in closing.standing.places
-        ):
-            return
-        if accuracy is not None:
-            self._told.add(index)
-        standing, plan, clusters = closing.standing, self.plan, self._clusters
-        bag = standing.bag(index)
-        place = {"t": closing.t, "index": index, "cluster": clusters[index]}
-        notes: dict[str, Any] = {
-            "node" if plan.method == "cfl" else "model": standing.places[index],
-            "took_part": index in standing.trained,
-        }
-        if index in closing.attempts:
-            notes["attempt"] = closing.attempts[index].to_json()
-        metric = MetricRow(
-            **place,
-            accuracy=accuracy,
-            precision=precision(bag, index, clusters),
-            recall=recall(bag, index, clusters),
-            bag_size=len(bag),
-            time=time.time(),
-            notes=notes,
-        )
-        neighbours = standing.neighbours(index, plan.method)
-        self._writer.append(metric, TopologyRow(**place, neighbours=neighbours, bag=sorted(bag)))
+    async def _look_at(self, index: int) -> None:
+        client = self._clients[index]
+        gone = await deserted(client.record.control, self.plan.network.probe_timeout)
+        if gone and self._clients[index] is client:
+            self._lost(index)
+            self._notify()
 
     async def _wait_for_task(self, record: PeerRecord, seconds: float) -> None:
         """Wait until there is something for a peer to do, `seconds` at most."""

@@ -502,3 +502,53 @@ async def test_a_peer_of_another_plan_is_refused() -> None:
     decentral = Plan(n=2, method="random")
     async with theatre(decentral) as (a, _):
         assert (await a.refusal()).reason == Reason.BAD_REQUEST
+
+
+async def test_attempts_outlive_a_restart_and_one_that_returns_holds_nobody_up(
+    tmp_path: Path,
+) -> None:
+    cfl = plan("cfl", rounds=4)
+    async with theatre(cfl, 2, tmp_path) as (a, b):
+        await asyncio.gather(a.report(), b.report())
+        await a.train(1, 1, 1, 1)
+        await b.train(3, 3, 3, 3)
+        await a.close()
+    # The row of the first member is there before that has closed the round.
+    (row,) = read_metrics(tmp_path)
+    assert (row.accuracy, row.notes["attempt"]["members"]) == (None, [0, 1])
+    async with theatre(cfl, 2, tmp_path) as (a, b):
+        a.status = Status(finished=1, accuracy=0.25)
+        await asyncio.gather(a.report(), b.report())
+        (row,) = read_metrics(tmp_path)
+        assert (row.accuracy, row.notes["attempt"]["members"]) == (0.25, [0, 1])
+    async with theatre(cfl, 2, tmp_path) as (a, b):
+        a.status = Status(finished=1, accuracy=0.75)
+        await a.report()
+        await b.close()
+        await b.report()
+        # Rows that are there are not written again; the other's comes with its report.
+        assert [row.accuracy for row in read_metrics(tmp_path)] == [0.25, 0.5]
+
+
+async def test_one_that_returns_at_the_end_of_a_round_holds_nobody_up() -> None:
+    ifca = plan("ifca", n=3, rounds=3, central={"clusters": 2, "redraws": 0})
+    async with theatre(ifca) as (a, b, c):
+        await asyncio.gather(*(peer.report() for peer in (a, b, c)))
+        for peer, choice in ((a, 0), (b, 1), (c, 1)):
+            await peer.report(await peer.task(Work.DRAW), choice=choice)
+        for peer in (a, b, c):
+            await peer.train(1, 1, 1, 1)
+        for peer in (a, b, c):
+            await peer.report(await peer.task(Work.CHOOSE), choice=0)
+        # Round 1 is over; c goes before it has closed it, and comes back at the end of round 2.
+        await c.ask(Leave(update=c.update()))
+        for peer in (a, b):
+            await peer.report(await peer.task(Work.CHOOSE), choice=0)
+        for peer in (a, b):
+            await peer.train(1, 1, 1, 1)
+        task = await a.task(Work.CHOOSE)
+        assert (task.round, task.version) == (2, 2)
+        for peer in (a, b, c):
+            await peer.report(task, choice=0)
+        assert (await a.close())[0].round == 2
+        assert (await c.close())[0].round == 2
