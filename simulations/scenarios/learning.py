@@ -81,9 +81,11 @@ class Learning(Protocol):
         """Fill in the scores of models of distinct peers."""
         ...
 
-    def losses(self, i: int, models: Sequence[Vector], t: int | None) -> list[float]:
-        """Return F_i of each model on round t's draw of peer i's training samples; with t None, on
-        those that it holds out for the gate."""
+    def losses(
+        self, i: int, models: Sequence[Vector], t: int, *, held: bool = False
+    ) -> list[float]:
+        """Return F_i of each model on round t's draw of peer i's training samples; `held`: on those
+        that the round holds out for the gate."""
         ...
 
     def hold(self, i: int, cluster: int, attack: str | None) -> None:
@@ -118,10 +120,12 @@ class LearnersLearning:
         for own in judgements:
             own.scores = self._learners[own.index].evaluate(own.model)
 
-    def losses(self, i: int, models: Sequence[Vector], t: int | None) -> list[float]:
+    def losses(
+        self, i: int, models: Sequence[Vector], t: int, *, held: bool = False
+    ) -> list[float]:
         """What the learner of peer i answers."""
         learner = self._learners[i]
-        return learner.held_losses([*models]) if t is None else learner.train_losses([*models], t)
+        return (learner.held_losses if held else learner.train_losses)([*models], t)
 
     def hold(self, i: int, cluster: int, attack: str | None) -> None:
         """A new learner of peer i."""
@@ -193,9 +197,11 @@ class EngineLearning:
         for own in judgements:
             own.scores = scores[own.index]
 
-    def losses(self, i: int, models: Sequence[Vector], t: int | None) -> list[float]:
+    def losses(
+        self, i: int, models: Sequence[Vector], t: int, *, held: bool = False
+    ) -> list[float]:
         """By the stack where there is one."""
-        return self._engine.losses_of(i, models, t)
+        return self._engine.losses_of(i, models, t, held=held)
 
     def hold(self, i: int, cluster: int, attack: str | None) -> None:
         """The engine has had all that may come from the beginning."""

@@ -19,6 +19,7 @@ from peer.defence import mix, refusals
 from peer.exchange import PULLS_AT_ONCE
 from peer.learning.learner import Vector
 from peer.matching.base import Evidence, Matcher, MatcherSettings
+from peer.matching.local import Local
 from peer.matching.registry import create_matcher
 from peer.matching.selection import draw
 from peer.matching.similarity import gradient_similarities, loss_similarity
@@ -193,6 +194,7 @@ class VirtualFederation:
         self._rules = Rules.of(self.plan, learning, self.evidence)
         staleness = self.plan.network.staleness
         self._staleness = None if staleness == "async" else staleness
+        self._alone = isinstance(self.peers[0].matcher, Local)
         self._lockstep = self.plan.lockstep
         self._evaluate_every = evaluate_every
         self._clusters = [*scenario.people.clusters]
@@ -252,7 +254,7 @@ class VirtualFederation:
         if life != self._life(peer):
             return
         peer.trained = self.clock.now
-        if self._lockstep and self._outruns(peer):
+        if self._lockstep and not self._alone and self._outruns(peer):
             peer.stage = "held"
             self._held.append(peer)
             self.clock.after(self.plan.network.round_timeout, self._go_on, peer, life, peer.t)
@@ -350,7 +352,7 @@ class VirtualFederation:
             peer.model,
             others,
             weights=weights,
-            judge=lambda models: self.learning.losses(peer.index, models, None),
+            judge=lambda models: self.learning.losses(peer.index, models, peer.t, held=True),
         )
         model = mixed.model
         if self.plan.training.statistics == "local":
@@ -608,7 +610,7 @@ class VirtualFederation:
         """Begin round t, or a later one if the peer has fallen behind."""
         network = self.plan.network
         slack = max(network.history, 1 + (self._staleness or 0))  # as live peers have it
-        if self._front - t < slack:
+        if self._alone or self._front - t < slack:
             self._begin(peer, t)
             return
         known = self.world.known(peer.index, self.plan.rounds)
