@@ -11,7 +11,7 @@ import numpy.typing as npt
 from peer.errors import UserError
 from peer.learning.learner import Entry, Manifest, Scores, Vector
 from peer.learning.partition import PeerData
-from peer.learning.schedule import epoch_orders, learning_rate, loss_sample
+from peer.learning.schedule import epoch_orders, held_out, learning_rate, loss_sample
 from peer.plan import Plan
 from peer.randomness import Purpose, generator
 
@@ -38,7 +38,7 @@ class EstimatorLearner:
         self._index = index
         self._train_x = data.train_x.reshape(len(data.train_y), -1)
         self._test_x = data.test_x.reshape(len(data.test_y), -1)
-        self._batch = min(plan.training.batch, self.samples)
+        self._batch = min(plan.training.batch, self.samples - plan.held_out(self.samples))
         self._manifest = Manifest(tuple(Entry(n, s) for n, s in self._shapes().items()))
 
     @property
@@ -72,19 +72,17 @@ class EstimatorLearner:
     def train_losses(self, models: list[Vector], t: int) -> list[float]:
         """Return each model's mean log loss on round t's draw of training samples."""
         chosen = loss_sample(self._plan, self._index, t, self.samples)
-        x, y = self._train_x[chosen], self._data.train_y[chosen]
-        return self._losses(models, x, y)
+        return self._losses(models, chosen)
 
-    def held_losses(self, models: list[Vector]) -> list[float]:
-        """Return each model's mean log loss on the samples held out."""
-        if self._data.held is None:
-            raise ValueError("no samples were held out")
-        x, y = self._data.held
-        return self._losses(models, x.reshape(len(y), -1), y)
+    def held_losses(self, models: list[Vector], t: int) -> list[float]:
+        """Return each model's mean log loss on what round t holds out."""
+        held = held_out(self._plan, self._index, t, self.samples)
+        if not len(held):
+            raise ValueError("no samples are held out")
+        return self._losses(models, held)
 
-    def _losses(
-        self, models: list[Vector], x: npt.NDArray[np.float32], y: npt.NDArray[np.int64]
-    ) -> list[float]:
+    def _losses(self, models: list[Vector], samples: npt.NDArray[np.int64]) -> list[float]:
+        x, y = self._train_x[samples], self._data.train_y[samples]
         losses = [self._scores(model, x, y).loss for model in models]
         return [loss if math.isfinite(loss) else math.inf for loss in losses]
 

@@ -26,8 +26,7 @@ Indices = npt.NDArray[np.int64]
 @dataclass(frozen=True)
 class PeerData:
     """One peer's data: inputs [m, *shape], float32, scaled, or int32, token ids; labels int64 [m]
-    in 0 to classes - 1. `held` are inputs and labels that training goes without, for the gate of
-    `peer.defence`; None where the plan has none."""
+    in 0 to classes - 1."""
 
     train_x: Array
     train_y: Labels
@@ -35,7 +34,6 @@ class PeerData:
     test_y: Labels
     classes: int
     shape: tuple[int, ...]
-    held: tuple[Array, Labels] | None = None
 
 
 Poison = Callable[[Array, Labels, int], tuple[Array, Labels]]
@@ -62,10 +60,6 @@ def deal(
     if poison is not None:
         train_x, train_y = poison(train_x, train_y, dataset.classes)
     test_x, test_y = transform(dataset.test_x[test], dataset.test_y[test], cluster)
-    kept, held = hold_out(plan, index, np.arange(len(train)))
-    held_x, held_y = train_x[held], train_y[held]
-    if len(held):
-        train_x, train_y = train_x[kept], train_y[kept]
     return PeerData(
         to_inputs(train_x, dataset.scale),
         train_y,
@@ -73,23 +67,7 @@ def deal(
         test_y,
         dataset.classes,
         dataset.shape,
-        (to_inputs(held_x, dataset.scale), held_y) if len(held) else None,
     )
-
-
-def hold_out(plan: Plan, index: int, samples: Indices) -> tuple[Indices, Indices]:
-    """Return which of a peer's training samples [m] it trains on, and which it holds out.
-
-    Drawn once, from (seed, index): nothing that is ever trained on is held out, for on such samples
-    one's own model would be better than anybody's.
-    """
-    count = plan.held_out(len(samples))
-    if not count:
-        return samples, samples[:0]
-    rng = generator(plan.seed, Purpose.HELD_OUT, index=index)
-    held = np.zeros(len(samples), dtype=np.bool_)
-    held[rng.choice(len(samples), size=count, replace=False)] = True
-    return samples[~held], samples[held]
 
 
 def to_inputs(x: Array, scale: float) -> Array:

@@ -20,7 +20,7 @@ from peer.errors import UserError
 from peer.learning.learner import Entry, Manifest, Scores, Vector
 from peer.learning.models import GLOBAL_RNG
 from peer.learning.partition import PeerData
-from peer.learning.schedule import batches, epoch_orders, learning_rate, loss_sample
+from peer.learning.schedule import batches, epoch_orders, held_out, learning_rate, loss_sample
 from peer.plan import Plan
 from peer.randomness import Purpose, integer_seed
 
@@ -48,7 +48,6 @@ class TorchLearner:
         self._train = self._tensors(data.train_x, data.train_y)
         self._check_output(data.shape)
         self._test = self._tensors(data.test_x, data.test_y)
-        self._held = None if data.held is None else self._tensors(*data.held)
         self._fewest = self._fewest_in_batch()
         self._draws = True  # whether training draws from torch's generator; known after a round
 
@@ -102,18 +101,18 @@ class TorchLearner:
 
         A loss that is not finite comes as infinity: such a model resembles nobody's.
         """
-        chosen = torch.from_numpy(loss_sample(self._plan, self._index, t, self.samples))
-        chosen = chosen.to(self._device)
+        return self._losses(models, loss_sample(self._plan, self._index, t, self.samples))
+
+    def held_losses(self, models: list[Vector], t: int) -> list[float]:
+        """Return each model's mean cross-entropy on what round t holds out; infinity as above."""
+        held = held_out(self._plan, self._index, t, self.samples)
+        if not len(held):
+            raise ValueError("no samples are held out")
+        return self._losses(models, held)
+
+    def _losses(self, models: list[Vector], samples: npt.NDArray[np.int64]) -> list[float]:
+        chosen = torch.from_numpy(samples).to(self._device)
         x, y = self._train[0][chosen], self._train[1][chosen]
-        return self._losses(models, x, y)
-
-    def held_losses(self, models: list[Vector]) -> list[float]:
-        """Return each model's mean cross-entropy on the samples held out; infinity as above."""
-        if self._held is None:
-            raise ValueError("no samples were held out")
-        return self._losses(models, *self._held)
-
-    def _losses(self, models: list[Vector], x: torch.Tensor, y: torch.Tensor) -> list[float]:
         losses = [self._scores(model, x, y).loss for model in models]
         return [loss if math.isfinite(loss) else math.inf for loss in losses]
 

@@ -237,7 +237,7 @@ class Laboratory:
         used = [own.copy() for own in neighbours]
         if defence.gate:
             pairs = [(i, j) for i, own in enumerate(neighbours) if own for j in (i, *own)]
-            losses = dict(zip(pairs, self.engine.losses(None, pairs), strict=True))
+            losses = dict(zip(pairs, self.engine.losses(self.t, pairs, held=True), strict=True))
             used = [
                 [j for j in own if admitted(losses[i, j], losses[i, i], defence)]
                 for i, own in enumerate(neighbours)
@@ -330,9 +330,9 @@ class _DeviceLearner:
         """Return F_i of each model."""
         return self._engine.losses_of(self._i, models, t)
 
-    def held_losses(self, models: list[Vector]) -> list[float]:
+    def held_losses(self, models: list[Vector], t: int) -> list[float]:
         """Return the loss of each model on the samples held out."""
-        return self._engine.losses_of(self._i, models, None)
+        return self._engine.losses_of(self._i, models, t, held=True)
 
     def evaluate(self, model: Vector) -> Scores:
         """Return the scores of `model` on the peer's own test set."""

@@ -24,7 +24,6 @@ from peer.learning.partition import (
     Dealer,
     PeerData,
     Poison,
-    hold_out,
     to_inputs,
 )
 from peer.learning.sources import Dataset
@@ -148,8 +147,6 @@ class Shares:
     train: Split
     test: Split
     poisoned: tuple[Holding, ...]
-    held: list[Array]
-    """Of every holding, the rows that its gate holds out; `train` has the others."""
 
     @classmethod
     def deal(
@@ -168,15 +165,10 @@ class Shares:
         ]
         given = [own.of(dealt[own.index][0]) for own in holdings]
         train = Split.gather(given, groups, count + len(poisoned))
-        parts = [
-            hold_out(plan, own.index, rows) for own, rows in zip(holdings, train.rows, strict=True)
-        ]
         test = Split.gather(
             [dealt[own.index][1] for own in holdings], [own.cluster for own in holdings], count
         )
-        kept = [part for part, _ in parts]
-        held = [part for _, part in parts]
-        return cls(dataset, plan, Split(train.picked, kept), test, poisoned, held)
+        return cls(dataset, plan, train, test, poisoned)
 
     def fields(self, *, channels_last: bool) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the shape and dtype of every array that `fill` writes."""
@@ -190,8 +182,6 @@ class Shares:
             fields[f"{name}_y"] = ((size,), "<i8")
             fields[f"{name}_rows"] = ((sum(map(len, split.rows)),), "<i8")
             fields[f"{name}_counts"] = ((len(split.rows),), "<i8")
-        fields["held_rows"] = ((max(1, sum(map(len, self.held))),), "<i8")
-        fields["held_counts"] = ((len(self.held),), "<i8")
         return fields
 
     def fill(self, arrays: Mapping[str, Array], *, channels_last: bool) -> None:
@@ -209,9 +199,6 @@ class Shares:
                 start = stop
             arrays[f"{name}_rows"][:] = np.concatenate(split.rows)
             arrays[f"{name}_counts"][:] = [len(own) for own in split.rows]
-        held = np.concatenate(self.held)
-        arrays["held_rows"][: len(held)] = held
-        arrays["held_counts"][:] = [len(own) for own in self.held]
 
     def _made(self, x: Array, y: Array, number: int) -> tuple[Array, Array]:
         """Return stored samples as cluster `number` has them, or the poisoner behind the K-th."""
@@ -234,22 +221,18 @@ class Shares:
 
 
 def rows_of(arrays: Mapping[str, Array], name: str) -> list[Array]:
-    """Return every peer's rows of the table `train` or `test`; `held`: of `train`, held out."""
-    cuts = np.cumsum(arrays[f"{name}_counts"])
-    return np.split(arrays[f"{name}_rows"][: cuts[-1]], cuts[:-1])
+    """Return every peer's rows of the table `train` or `test`."""
+    return np.split(arrays[f"{name}_rows"], np.cumsum(arrays[f"{name}_counts"])[:-1])
 
 
 def peer_data(arrays: Mapping[str, Array], index: int, *, scale: float, classes: int) -> PeerData:
     """Return what `peer.learning.partition.deal` gives peer `index`, from tables as stored."""
-    train, test, held = (rows_of(arrays, name)[index] for name in ("train", "test", "held"))
-
-    def take(table: str, rows: Array) -> tuple[Array, Array]:
-        return to_inputs(arrays[f"{table}_x"][rows], scale), arrays[f"{table}_y"][rows]
-
+    train, test = (rows_of(arrays, name)[index] for name in ("train", "test"))
     return PeerData(
-        *take("train", train),
-        *take("test", test),
+        to_inputs(arrays["train_x"][train], scale),
+        arrays["train_y"][train],
+        to_inputs(arrays["test_x"][test], scale),
+        arrays["test_y"][test],
         classes,
         arrays["train_x"].shape[1:],
-        take("train", held) if len(held) else None,
     )

@@ -30,7 +30,7 @@ from peer.learning import estimator_learner
 from peer.learning.learner import Learner, Manifest, Scores, Vector
 from peer.learning.models import build_model
 from peer.learning.partition import blank_inputs
-from peer.learning.schedule import loss_sample
+from peer.learning.schedule import held_out, loss_sample
 from peer.learning.sources import is_text
 from peer.learning.torch_learner import TorchLearner
 from peer.matching.sketch import CountSketch
@@ -109,7 +109,6 @@ class Worker:
         )
         self._rows: list[Rows] = rows_of(arena.arrays, "train")
         self._test_rows: list[Rows] = rows_of(arena.arrays, "test")
-        self._held_rows: list[Rows] = rows_of(arena.arrays, "held")
         trainable = job.manifest.trainable
         self._sketch: CountSketch | None = None
         if "sketches" in arena.arrays:
@@ -120,8 +119,7 @@ class Worker:
     def hold(self, i: int, place: int) -> None:
         """From now on peer i has what holding `place` says, one after the n-th."""
         self._held[i] = place
-        for rows in (self._rows, self._test_rows, self._held_rows):
-            rows[i] = rows[place]
+        self._rows[i], self._test_rows[i] = self._rows[place], self._test_rows[place]
         self._learners.pop(i, None)
         self.__dict__.pop("_tested_alike", None)
 
@@ -206,31 +204,29 @@ class Worker:
 
     # Comparing
 
-    def losses(self, t: int | None, pairs: Pairs) -> list[float]:
+    def losses(self, t: int, pairs: Pairs, held: bool) -> list[float]:
         """Return F_i(w_j) of the pairs, on round t's draw of peer i's training samples.
 
-        Without a round, on the samples that peer i holds out. Pairs of one j are best given to one
+        `held`: on those that round t holds out instead. Pairs of one j are best given to one
         worker, one after another: they share its products.
         """
         if not self._job.stacked:
             return [
-                self.losses_of(i, [self._received(j)], t)[0]
+                self.losses_of(i, [self._received(j)], t, held)[0]
                 for i, j in zip(pairs.i.tolist(), pairs.j.tolist(), strict=True)
             ]
         found: list[float] = []
         cuts = np.flatnonzero(np.diff(pairs.j)) + 1
         for asking, j in zip(np.split(pairs.i, cuts), np.split(pairs.j, cuts), strict=True):
             if len(j):
-                samples = [self._loss_rows(i, t) for i in asking.tolist()]
+                samples = [self._loss_rows(i, t, held) for i in asking.tolist()]
                 model = self._wire(self._trained[int(j[0])])
                 found += trainer.mean_losses(self._stack, model, self._tables["train"], samples)
         return found
 
-    def _loss_rows(self, i: int, t: int | None) -> Rows:
-        if t is None:
-            return self._held_rows[i]
+    def _loss_rows(self, i: int, t: int, held: bool) -> Rows:
         own = self._rows[i]
-        return own[loss_sample(self._plan, i, t, len(own))]
+        return own[(held_out if held else loss_sample)(self._plan, i, t, len(own))]
 
     def cosines(self, pairs: Pairs) -> npt.NDArray[np.float64]:
         """Return, of the worker's columns, what exact cosines of the pairs are made of.
@@ -326,14 +322,12 @@ class Worker:
 
     # One peer at a time, by the device's own path
 
-    def losses_of(self, i: int, models: Sequence[Vector], t: int | None) -> list[float]:
+    def losses_of(self, i: int, models: Sequence[Vector], t: int, held: bool) -> list[float]:
         """Return F_i of each model, as `losses` does."""
         if not self._job.stacked:
             own = self._learner(i)
-            if t is None:
-                return own.held_losses(list(models))
-            return own.train_losses(list(models), t)
-        rows, table = [self._loss_rows(i, t)], self._tables["train"]
+            return (own.held_losses if held else own.train_losses)(list(models), t)
+        rows, table = [self._loss_rows(i, t, held)], self._tables["train"]
         tensors = map(self._tensor, models)
         return [trainer.mean_losses(self._stack, w, table, rows)[0] for w in tensors]
 

@@ -155,10 +155,12 @@ class Engine:
         """Sketch every g_i and h_i of the last training, or those of `peers` alone."""
         self._crew.everyone("sketch", peers)
 
-    def losses(self, t: int | None, pairs: Sequence[tuple[int, int]]) -> list[float]:
+    def losses(
+        self, t: int, pairs: Sequence[tuple[int, int]], *, held: bool = False
+    ) -> list[float]:
         """Return F_i(w_j^{t-1/2}) of every pair (i, j), w_j as it arrives.
 
-        On round t's draw of peer i's training samples; without a round, on those it holds out.
+        On round t's draw of peer i's training samples; `held`: on those that round t holds out.
         """
         if not pairs:
             return []
@@ -174,7 +176,7 @@ class Engine:
             parts = np.split(order, ends)
         else:
             parts = [order[self._owner[i[order]] == w] for w in range(self._crew.count)]
-        answers = self._crew.ask("losses", [(t, Pairs(i[part], j[part])) for part in parts])
+        answers = self._crew.ask("losses", [(t, Pairs(i[part], j[part]), held) for part in parts])
         found = np.empty(len(pairs))
         for part, values in zip(parts, answers, strict=True):
             found[part] = values
@@ -231,9 +233,11 @@ class Engine:
         self._crew.everyone("evaluate", peers)
         return [Scores(*row) for row in self._arena["scores"].tolist()]
 
-    def losses_of(self, i: int, models: Sequence[Vector], t: int | None) -> list[float]:
+    def losses_of(
+        self, i: int, models: Sequence[Vector], t: int, *, held: bool = False
+    ) -> list[float]:
         """Return F_i of `models`, each [e], on the samples that `losses` takes."""
-        found: list[float] = self._crew.one(int(self._owner[i]), "losses_of", i, models, t)
+        found: list[float] = self._crew.one(int(self._owner[i]), "losses_of", i, models, t, held)
         return found
 
     def scores_of(self, i: int, model: Vector) -> Scores:

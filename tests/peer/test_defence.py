@@ -15,11 +15,13 @@ from peer.learning.build import prepare
 from peer.learning.estimator_learner import EstimatorLearner
 from peer.learning.learner import Learner, Vector
 from peer.learning.models import build_model
-from peer.learning.partition import PeerData, deal, hold_out
+from peer.learning.partition import PeerData, deal
+from peer.learning.schedule import epoch_orders, held_out
 from peer.learning.sources import load_dataset
 from peer.learning.torch_learner import TorchLearner
 from peer.plan import DefencePlan, Plan
 from peer.plan_check import check_plan
+from peer.randomness import Purpose, generator
 
 
 def vector(*values: float) -> Vector:
@@ -119,55 +121,49 @@ def gated(n: int = 4, **keys: Any) -> Plan:
     )
 
 
-def test_held_out_samples_are_drawn_once_and_never_trained_on() -> None:
-    samples = np.arange(100, 400)
-    kept, held = hold_out(gated(), 2, samples)
-    assert (len(kept), len(held)) == (240, 60)
-    assert np.array_equal(np.sort(np.concatenate([kept, held])), samples)
-    assert np.array_equal(hold_out(gated(rounds=7), 2, samples)[1], held)
-    assert not np.array_equal(hold_out(gated(), 3, samples)[1], held)
-    assert not np.array_equal(hold_out(gated(seed=1), 2, samples)[1], held)
-    # Few samples: a quarter. Nothing without a gate, or for peers that take nobody's model.
-    assert len(hold_out(gated(), 0, samples[:42])[1]) == 10
+def test_what_a_round_holds_out_it_does_not_train_on() -> None:
+    plan, everything = gated(), set(range(300))
+    seen: set[int] = set()
+    for t in range(1, 16):
+        held = held_out(plan, 2, t, 300)
+        assert len(set(held.tolist())) == 60
+        assert np.array_equal(held_out(plan.model_copy(update={"rounds": 7}), 2, t, 300), held)
+        for order in epoch_orders(plan, 2, t, 300):
+            assert sorted(order.tolist()) == sorted(everything - set(held.tolist()))
+        seen |= set(held.tolist())
+    assert len(seen) > 280  # all take their turn
+    first = held_out(plan, 2, 1, 300)
+    for other in (held_out(plan, 3, 1, 300), held_out(gated(seed=1), 2, 1, 300)):
+        assert not np.array_equal(other, first)
+
+
+def test_few_samples_a_quarter_and_none_without_a_gate() -> None:
+    assert [gated().held_out(m) for m in (3, 42, 240, 300, 500)] == [0, 10, 60, 60, 60]
     for plan in (Plan(n=4), gated(method="local")):
-        kept, held = hold_out(plan, 0, samples)
-        assert np.array_equal(kept, samples)
-        assert not len(held)
-
-
-def test_a_peer_gets_what_it_trains_on_and_what_it_holds_out() -> None:
-    dataset = load_dataset("digits", seed=0)
-    whole = deal(dataset, gated(method="local"), 1, own=False)
-    parted = deal(dataset, gated(), 1, own=False)
-    assert whole.held is None
-    assert parted.held is not None
-    kept, held = hold_out(gated(), 1, np.arange(300))
-    assert np.array_equal(parted.train_x, whole.train_x[kept])
-    assert np.array_equal(parted.held[0], whole.train_x[held])
-    assert np.array_equal(parted.held[1], whole.train_y[held])
+        assert not len(held_out(plan, 0, 1, 300))
+        orders = list(epoch_orders(plan, 0, 1, 300))
+        rng = generator(plan.seed, Purpose.BATCHES, index=0, t=1)
+        assert all(np.array_equal(order, rng.permutation(300)) for order in orders)
 
 
 @pytest.mark.parametrize("model", ["mlp", "sklearn-sgd"])
-def test_learners_judge_by_what_they_hold_out(model: str) -> None:
+def test_learners_judge_by_what_the_round_holds_out(model: str) -> None:
     plan = gated(model=model)
     learner = prepare(plan, 1)[0]
-    assert learner.samples == 240
+    assert learner.samples == 300
     data = deal(load_dataset("digits", seed=0), plan, 1, own=False)
-    assert data.held is not None
-    x, y = data.held
     trained = learner.fit(learner.initial(), 1)
-    first, second, third = learner.held_losses(
-        [learner.initial(), trained, np.full_like(trained, np.nan)]
-    )
-    judge = rebuilt(model, plan, x, y)
-    assert first == judge.evaluate(learner.initial()).loss
-    assert second == judge.evaluate(trained).loss < first
-    assert not math.isfinite(third) or third > first  # scikit-learn's loss has a largest value
+    for t in (1, 2):
+        held = held_out(plan, 1, t, 300)
+        judge = judging(model, plan, data.train_x[held], data.train_y[held])
+        first, second = learner.held_losses([learner.initial(), trained], t)
+        assert first == judge.evaluate(learner.initial()).loss
+        assert second == judge.evaluate(trained).loss < first
     with pytest.raises(ValueError, match="held out"):
-        prepare(Plan(n=4, model=model), 1)[0].held_losses([trained])
+        prepare(Plan(n=4, model=model), 1)[0].held_losses([trained], 1)
 
 
-def rebuilt(model: str, plan: Plan, x: np.ndarray, y: np.ndarray) -> Learner:
+def judging(model: str, plan: Plan, x: np.ndarray, y: np.ndarray) -> Learner:
     """Return a learner whose test set is what another holds out."""
     data = PeerData(x, y, x, y, 10, x.shape[1:])
     if model == "sklearn-sgd":
