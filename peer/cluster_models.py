@@ -14,27 +14,26 @@ from peer.learning.learner import Manifest, Vector
 from peer.randomness import Purpose, generator
 
 
-def initial_models(
-    initial: Vector, manifest: Manifest, c: int, seed: int, draw: int = 0
-) -> list[Vector]:
-    """Return the c initial models of a draw (counted from 0), the same wherever they are computed.
+def initial_model(initial: Vector, manifest: Manifest, seed: int, j: int, draw: int = 0) -> Vector:
+    """Return the initial model j of a draw (both from 0), the same wherever it is computed.
 
     Model 0 of draw 0 is w_0 = `initial` [e]. [choice] The others are w_0 with the values of each
     tensor shuffled: drawn from the same distribution, without the library that made w_0.
     """
-    models = []
-    for j in range(c):
-        if j == 0 and draw == 0:
-            models.append(initial)
-            continue
-        rng = generator(seed, Purpose.CLUSTER_MODELS, index=j, t=draw)
-        tensors = manifest.unflatten(initial)
-        models.append(
-            manifest.flatten(
-                {name: rng.permutation(t.ravel()).reshape(t.shape) for name, t in tensors.items()}
-            )
-        )
-    return models
+    if j == 0 and draw == 0:
+        return initial
+    rng = generator(seed, Purpose.CLUSTER_MODELS, index=j, t=draw)
+    tensors = manifest.unflatten(initial)
+    return manifest.flatten(
+        {name: rng.permutation(t.ravel()).reshape(t.shape) for name, t in tensors.items()}
+    )
+
+
+def initial_models(
+    initial: Vector, manifest: Manifest, c: int, seed: int, draw: int = 0
+) -> list[Vector]:
+    """Return the c initial models of a draw."""
+    return [initial_model(initial, manifest, seed, j, draw) for j in range(c)]
 
 
 def best_model(losses: Sequence[float]) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from peer.cluster_models import best_model, idle, initial_models
+from peer.cluster_models import best_model, idle, initial_model
 from peer.errors import ProtocolError, RefusedError, StateError, UnreachableError, UserError
 from peer.exchange import PATIENCE
 from peer.journal import Clock, Journal, OnRound
@@ -141,8 +141,10 @@ class Coordinated:
         """Do what the coordinator asks until the plan's last round is closed."""
         if checkpoint is not None:
             self._restore(checkpoint)
+        patience = self.plan.network.linger
         if self.status.finished >= self.plan.rounds:
             self._scores = await self._in_worker(self.learner.evaluate, self._model)
+            patience = min(patience, self.plan.network.request_timeout)
         while self.status.finished < self.plan.rounds:
             task = await self._next_task()
             if task is None:
@@ -156,7 +158,7 @@ class Coordinated:
                 await self._rest()
             except UnreachableError as error:
                 await self._miss(error)
-        await self._finish()
+        await self._finish(patience)
         return Result(
             index=self.index,
             rounds=self.status.finished,
@@ -304,10 +306,10 @@ class Coordinated:
         """Do a task. Raises UnreachableError, RefusedError or ProtocolError when it cannot be."""
         match task.work:
             case Work.DRAW:
-                models = [self._as_sent(model) for model in self._drawn(task.draw)]
+                models = [await self._initial_model(task.draw, j) for j in range(self._c)]
                 self._deed = _Deed(task, choice=await self._choose(models, task.round))
             case Work.CHOOSE:
-                models = [await self._cluster_model(task, j) for j in range(self._c)]
+                models = [await self._model_of(task, j) for j in range(self._c)]
                 self._deed = _Deed(task, choice=await self._choose(models, task.round))
             case Work.TRAIN:
                 vector = await self._train(task)
@@ -320,7 +322,7 @@ class Coordinated:
 
     async def _train(self, task: Task) -> memoryview | None:
         """Return what the coordinator is to have of this round; None when training diverged."""
-        before = await self._model_of(task)
+        before = await self._model_of(task, task.model)
         trained: Vector = await self._in_worker(self.learner.fit, before, task.round)
         self._clock.lap("train")
         sent = trained
@@ -336,7 +338,7 @@ class Coordinated:
     async def _close(self, task: Task) -> None:
         """Take over the model of this peer's cluster after a round, and write the round down."""
         t = task.round
-        self._model = await self._model_of(task)
+        self._model = await self._model_of(task, task.model)
         self._clock.lap("match")
         self._scores = await self._in_worker(self.learner.evaluate, self._model)
         self._clock.lap("evaluate")
@@ -360,12 +362,13 @@ class Coordinated:
         self._advance(t, self._scores.accuracy)
         self._clock = Clock()
 
-    async def _finish(self) -> None:
-        """Write what the peer ends with, and tell the coordinator, if it is to be found."""
+    async def _finish(self, patience: float) -> None:
+        """Write what the peer ends with, and tell the coordinator, if it is found in so many
+        seconds."""
         self._journal.write_model(self._model)
         self._journal.write_account()
         try:
-            async with asyncio.timeout(self.plan.network.linger):
+            async with asyncio.timeout(patience):
                 while True:
                     try:
                         await self._report(0.0)
@@ -379,35 +382,31 @@ class Coordinated:
 
     # Models.
 
-    async def _model_of(self, task: Task) -> Vector:
-        """Return the model [e] that a task names. Raises what `_fetch` does."""
-        assert task.model is not None
-        if self.plan.method != "cfl":
-            return await self._cluster_model(task, task.model)
-        update = await self._fetch(task.version, task.model)
-        if update is None:
-            raise ProtocolError("a node without an update")
-        if self._p is not None:
-            update = self._p.undo(update)
-        return self._initial + update
-
-    async def _cluster_model(self, task: Task, j: int) -> Vector:
-        """Return model j as it is after the task's version; asked for once. Raises what `_fetch`
-        does."""
+    async def _model_of(self, task: Task, number: int | None) -> Vector:
+        """Return a model [e] as it is after the task's version; asked for once. Raises what
+        `_fetch` does."""
+        assert number is not None
         if self._models_of != (task.version, task.draw):
             self._models_of, self._models = (task.version, task.draw), {}
-        if j not in self._models:
-            model = await self._fetch(task.version, j)
-            self._models[j] = self._as_sent(self._drawn(task.draw)[j]) if model is None else model
-        return self._models[j]
+        if number not in self._models:
+            self._models[number] = await self._load(task, number)
+        return self._models[number]
 
-    def _drawn(self, draw: int) -> list[Vector]:
-        return initial_models(self._initial, self.learner.manifest, self._c, self.plan.seed, draw)
+    async def _load(self, task: Task, number: int) -> Vector:
+        fetched = await self._fetch(task.version, number)
+        if self.plan.method != "cfl":
+            return await self._initial_model(task.draw, number) if fetched is None else fetched
+        if fetched is None:
+            raise ProtocolError("a node without an update")
+        return self._initial + (fetched if self._p is None else self._p.undo(fetched))
 
-    def _as_sent(self, model: Vector) -> Vector:
-        """Return a model as it would arrive: in the wire's precision."""
+    async def _initial_model(self, draw: int, j: int) -> Vector:
+        """Return an initial model [e] as it would arrive: in the wire's precision."""
+        drawn: Vector = await self._in_worker(
+            initial_model, self._initial, self.learner.manifest, self.plan.seed, j, draw
+        )
         precision = self.plan.network.precision
-        return decode_vector([encode_vector(model, precision)], model.size, precision, math.inf)
+        return decode_vector([encode_vector(drawn, precision)], drawn.size, precision, math.inf)
 
     async def _fetch(self, version: int, number: int) -> Vector | None:
         """Return a vector [e] of the coordinator's; None for a model that is still the initial
