@@ -18,7 +18,7 @@ from rich.progress import (
 
 from peer.display import human_bytes
 from peer.files import write_atomically
-from peer.rundir import SUMMARY, MetricRow, read_topology
+from peer.rundir import SUMMARY, MetricRow, read_metrics, read_topology
 from simulations.compare import make_console
 from simulations.demo import comparison_table
 from simulations.figures import save
@@ -28,6 +28,9 @@ from simulations.scenarios.runs import run_scenario
 from simulations.scenarios.scenario import Scenario, load, shipped
 from simulations.scenarios.sweep import parse_grid, run_sweep, sweep_table, write_csv
 from simulations.scenarios.topology import describe_graph
+
+MOST_LINES = 16
+"""Runs of a sweep that are drawn in one picture."""
 
 
 def run(
@@ -106,3 +109,10 @@ def sweep(
     console.print(sweep_table(results))
     write_atomically(out / "scenario.toml", scenario.to_toml())
     print(write_csv(results, out / "sweep.csv"))
+    if len(results) <= MOST_LINES and len({cell.scenario.plan.n for cell, _ in results}) == 1:
+        from simulations.scenarios.pictures import sweep_figure
+
+        runs = {", ".join(cell.labels.values()): read_metrics(cell.folder) for cell, _ in results}
+        keys = "\n".join(results[0][0].labels)
+        figure = sweep_figure(scenario.name, keys, scenario.plan.n, runs)
+        print(save(figure, out / "sweep")[0])

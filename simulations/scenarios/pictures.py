@@ -6,7 +6,7 @@ Pure drawing, in the style of `simulations.figures`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -180,13 +180,7 @@ def time_figure(scenario: Scenario, rows: Sequence[MetricRow]) -> Figure:
         panels[1].set_title("and bytes", loc="left", fontsize=13, fontweight="bold", pad=24)
         for axes, x in zip(panels, (times, payload), strict=True):
             _draw_band(axes, x, accuracies)
-            axes.grid(axis="y")
-        panels[0].set_ylabel("accuracy, %")
-        panels[0].set_xlabel("virtual seconds")
-        panels[1].set_xlabel("payload received by a peer")
-        panels[1].xaxis.set_major_formatter(lambda value, _: human_bytes(value))
-        panels[1].xaxis.set_major_locator(MaxNLocator(5))
-        panels[0].yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}")
+        _name_axes(panels)
         for event, second in moments(scenario, rows):
             panels[0].axvline(second, color=MUTED, lw=0.9, ls=(0, (3, 2)), zorder=1)
             panels[0].annotate(
@@ -194,6 +188,39 @@ def time_figure(scenario: Scenario, rows: Sequence[MetricRow]) -> Figure:
                 xytext=(3, -10), textcoords="offset points", fontsize=8, color=MUTED,
             )  # fmt: skip
         return figure
+
+
+def sweep_figure(
+    heading: str, keys: str, n: int, runs: Mapping[str, Sequence[MetricRow]]
+) -> Figure:
+    """Return the mean accuracy of several runs, by what sets them apart (values of `keys`), against
+    virtual seconds and bytes."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(12.5, 4.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(1, 2, sharey=True)
+        panels[0].set_title(heading, loc="left", fontsize=13, fontweight="bold")
+        for place, (name, rows) in enumerate(runs.items()):
+            times, accuracies, payload = curves(n, rows)
+            mean = np.nanmean(accuracies, axis=1)
+            colour = CLUSTER_COLOURS[place % len(CLUSTER_COLOURS)]
+            for axes, x in zip(panels, (times, payload), strict=True):
+                axes.step(x, mean, where="post", color=colour, lw=1.8, label=name)
+        _name_axes(panels)
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, title=keys, loc="outside right center")
+        return figure
+
+
+def _name_axes(panels: Sequence[Axes]) -> None:
+    for axes in panels:
+        axes.grid(axis="y")
+    panels[0].set_ylabel("accuracy, %")
+    panels[0].set_xlabel("virtual seconds")
+    panels[0].yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}")
+    panels[1].set_xlabel("payload received by a peer")
+    panels[1].xaxis.set_major_formatter(lambda value, _: human_bytes(value))
+    panels[1].xaxis.set_major_locator(MaxNLocator(5))
 
 
 def _draw_band(axes: Axes, x: npt.NDArray[np.float64], accuracies: npt.NDArray[np.float64]) -> None:
