@@ -61,8 +61,10 @@ def compare(
     lines = run_study(study, out, equipment=equipment, console=console)
     console.print(study_table(lines))
     table = write_csv(lines, out / "comparison.csv")
+    shown = study.cells[0].plan
     note = (
-        f"{plan.data} · {plan.partition.label} · {plan.model} · n={plan.n} · {plan.rounds} rounds"
+        f"{shown.data} · {shown.partition.label} · {shown.model} · n={shown.n} · "
+        f"{shown.rounds} rounds"
     )
     pictures = save(study_figure(lines, plan.name, note), out / "comparison")
     console.print(f"{table}  {pictures[0]}")

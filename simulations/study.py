@@ -165,8 +165,10 @@ def check_count(runs: int) -> None:
 
 
 def check_methods(names: Sequence[str]) -> None:
-    """Raise UserError unless every name is a method that can be run here."""
+    """Raise UserError unless there are names, and each is a method that can be run here."""
     known = [*method_names(), *CENTRAL]
+    if not names:
+        raise UserError("there are no methods to compare", f"choose of {', '.join(known)}")
     for name in names:
         if name not in known:
             raise UserError(f"there is no method {name}", f"choose of {', '.join(known)}")

@@ -229,6 +229,7 @@ def test_a_comparison_is_a_table_a_csv_and_a_picture(
 @pytest.mark.parametrize(
     ("methods", "variations", "message"),
     [
+        ([], [], "no methods to compare"),
         (["pens", "magic"], [], "no method magic"),
         (["pens"], ["matching.q=3"], r"unknown key matching\.q"),
         (["pens"], ["matching.l=0"], r"matching\.l: "),
