@@ -202,6 +202,9 @@ def run(
         with PopulationMaker(equipment) as maker:
             summary = run_population(chosen, target, maker=maker)
     Console(highlight=False).print(comparison_table([(backend.value, summary)]))
+    if "attack" in summary:
+        names = ", ".join(map(str, summary["attackers"]))
+        print(f"Attack:   {summary['attack']} by peers {names}; all figures are of the others")
     print(f"Summary:  {target / SUMMARY}")
     print(f"Pictures: {write_report(target)[0].parent}/")
 
