@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from town import SECRET, Target, laboratory, live, small
+from town import SECRET, Target, check_attempt, laboratory, live, small
 
 from bootstrap.coordination.tree_store import TREE, TreeStore
 from peer.learning.build import prepare
@@ -47,7 +47,7 @@ async def check(
     for live_row, row in zip(told, simulated, strict=True):
         assert (live_row.t, live_row.index) == (row["t"], row["index"])
         assert (live_row.accuracy, live_row.precision) == (row["accuracy"], row["precision"])
-        assert live_row.notes.get("attempt") == row["notes"].get("attempt")
+        check_attempt(live_row.notes, row["notes"])
     if isinstance(population, ClusteredPopulation):
         compare_trees(plan, tmp, population)
     return simulated

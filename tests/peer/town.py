@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import zmq.asyncio
 
 from bootstrap.coordinator import Coordinator
@@ -81,6 +82,20 @@ def laboratory(
     if plan.method == "cfl":
         return ClusteredPopulation(plan, crew, secret=None if secret is None else secret.encode())
     return CentralPopulation(plan, plan.method, crew)
+
+
+def check_attempt(told: Mapping[str, Any], simulated: Mapping[str, Any]) -> None:
+    """Fail unless the notes of two rows tell of the same attempt to split, if of any.
+
+    Norms and cosines may differ by the last bits: how BLAS adds up depends on its threads.
+    """
+    ours, theirs = told.get("attempt"), simulated.get("attempt")
+    assert (ours is None) == (theirs is None)
+    if ours is not None and theirs is not None:
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            floats = isinstance(value, float) or name in ("within", "p")
+            assert ours[name] == (pytest.approx(value, rel=1e-6, abs=1e-9) if floats else value)
 
 
 class Town:
