@@ -211,7 +211,9 @@ def run(
 
 @app.command()
 def compare(
-    plan: PlanFile,
+    plan: Annotated[
+        Path, typer.Argument(help="Plan or scenario file, or a scenario that simulate list shows.")
+    ],
     *,
     methods: Annotated[
         str, typer.Option(help="Methods, separated by commas.")
@@ -221,7 +223,7 @@ def compare(
         list[str] | None,
         typer.Option(
             "--set",
-            help="A key of the plan and its values, as matching.l=6,10; repeatable.",
+            help="A key of the plan (or scenario) and its values, as matching.l=6,10; repeatable.",
             metavar="KEY=V1,V2",
         ),
     ] = None,
@@ -243,7 +245,19 @@ def compare(
     from simulations.compare import parse_seeds
     from simulations.runs import Equipment
 
+    from simulations.scenarios.commands import sweep as sweep_scenario
+    from simulations.scenarios.scenario import find, is_scenario
+
     import_methods(modules)
+    if is_scenario(found := find(plan)):
+        if attack or exact or data or model or modules or device is not Device.CPU:
+            raise UserError(
+                "scenarios say for themselves who attacks, and run with what panmesh has, on the cpu",
+                "leave these options out: methods, --seeds and --set remain",
+            )
+        grid = [f"plan.method={methods}", f"plan.seed={seeds}", *(variations or [])]
+        sweep_scenario(found, grid, {}, out, processes=None)
+        return
     chosen = Plan.load(plan)
     run_comparison(
         chosen,

@@ -217,6 +217,8 @@ def test_the_command_lists_shows_and_runs(tmp_path: Path, monkeypatch: pytest.Mo
         ("run plan.toml --backend virtual", "plan.toml is a plan, not a scenario"),
         ("show straglers", "cannot read the scenario straglers"),
         ("sweep drift --grid plan.n=0", "plan.n: Input should be greater"),
+        ("compare drift --methods nothing", "there is no method nothing"),
+        ("compare drift --exact", "scenarios say for themselves who attacks"),
     ],
 )
 def test_what_the_command_refuses(
