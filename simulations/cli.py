@@ -244,7 +244,6 @@ def compare(
     from simulations.compare import compare as run_comparison
     from simulations.compare import parse_seeds
     from simulations.runs import Equipment
-
     from simulations.scenarios.commands import sweep as sweep_scenario
     from simulations.scenarios.scenario import find, is_scenario
 
@@ -252,7 +251,7 @@ def compare(
     if is_scenario(found := find(plan)):
         if attack or exact or data or model or modules or device is not Device.CPU:
             raise UserError(
-                "scenarios say for themselves who attacks, and run with what panmesh has, on the cpu",
+                "scenarios say for themselves who attacks, and run with built-in things on the cpu",
                 "leave these options out: methods, --seeds and --set remain",
             )
         grid = [f"plan.method={methods}", f"plan.seed={seeds}", *(variations or [])]
