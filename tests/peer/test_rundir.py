@@ -178,6 +178,20 @@ def test_merge_makes_one_run_of_many_peers(tmp_path: Path) -> None:
     ]
 
 
+def test_a_coordinators_attempts_are_told_by_members_that_were_there(tmp_path: Path) -> None:
+    sources = [write_peer(tmp_path / f"peer-{i}", i) for i in (1, 2)]
+    attempts = [
+        {"t": 1, "node": 0, "members": [0, 1, 2]},
+        {"t": 2, "node": 1, "members": [2]},
+        {"t": 2, "node": 2, "members": [0]},
+        {"t": 9, "node": 1, "members": [1, 2]},
+    ]
+    merge(sources, tmp_path / "run", attempts=attempts)
+    rows = read_metrics(tmp_path / "run")
+    told = {(row.t, row.index): row.notes["attempt"] for row in rows if "attempt" in row.notes}
+    assert told == {(1, 1): attempts[0], (2, 2): attempts[1]}
+
+
 def test_merging_again_replaces_the_earlier_run(tmp_path: Path) -> None:
     sources = [write_peer(tmp_path / f"peer-{i}", i) for i in range(4)]
     merge(sources, tmp_path / "run")

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from bootstrap.coordination.tree_store import INDEX, TREE, read_index
 from peer.errors import UserError
 from peer.plan import Plan
 from peer.rundir import read_metrics, read_plan, read_topology
 from simulations.demo import demo_plan
+from simulations.figures_cfl import attempts_of
+from simulations.report import write_report
 from simulations.runs import (
     Equipment,
     PopulationMaker,
@@ -128,16 +131,14 @@ def test_the_command_runs_a_plan_in_one_process_and_draws_it(tmp_path: Path) -> 
     assert str(out / "plots" / "topology.png") in again.stdout.splitlines()
 
 
-def test_processes_are_not_started_for_a_central_method(tmp_path: Path) -> None:
-    (tmp_path / "plan.toml").write_text(PLAN.to_toml())
+@pytest.mark.slow
+def test_processes_run_a_central_method(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    done = simulate(
-        "run", str(tmp_path / "plan.toml"), "--method", "fedavg", "--backend", "processes",
-        "--out", str(out),
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: the method fedavg is central")
-    assert not out.exists()
+    summary = run_processes(changed(PLAN, {"method": "cfl"}), out)
+    assert (summary["finished"], summary["clusters_found"]) == (4, 1)
+    assert [len(attempts) for attempts in attempts_of(read_metrics(out)).values()] == [2]
+    assert read_index(out / TREE / INDEX).places == dict.fromkeys(range(4), 0)
+    assert out / "plots" / "clustering.png" in write_report(out)
 
 
 @pytest.mark.parametrize("command", [["run"], ["compare"], ["run", "--backend", "laboratory"]])
