@@ -161,7 +161,7 @@ class ClusteredServer:
         # [choice] children inherit the largest norm: they begin near a stationary point, where
         # their own mean update never is as large as one of the first rounds.
         node.largest = max(node.largest, mean_norm)
-        eps1, eps2 = thresholds(self.settings, node.largest)
+        eps1, eps2 = thresholds(self.settings, node.largest, max_norm)
         evidence: Evidence | None = None
         why_not: str | None
         if mean_norm >= eps1:
@@ -203,18 +203,21 @@ class ClusteredServer:
         )  # fmt: skip
 
 
-def thresholds(settings: CflPlan, largest: float) -> tuple[float, float]:
-    """Return eps1 and eps2, given the largest norm of a mean update seen.
+def thresholds(settings: CflPlan, largest: float, max_norm: float) -> tuple[float, float]:
+    """Return eps1 and eps2, given the largest norm of a mean update seen, and of one now.
 
     The paper's eps1 is a tenth of that norm and its eps2 between eps1 and 10 eps1: [choice] 3 eps1.
     [choice] For the rule `contrast` 0.6 and 0.1: with a constant learning rate the mean update
-    stays at 0.2 to 0.45 of its largest norm, and the cut is judged by more than these norms.
+    stays at 0.2 to 0.45 of its largest norm, and the cut is judged by more than these norms. And
+    eps1 is 0.4 of the largest of a member at least: where clusters want the opposite, their updates
+    cancel to a mean that is a good part of the first rounds' for ever.
     """
     defaults = (0.1, 0.3) if settings.rule == "paper" else (0.6, 0.1)
     eps1 = defaults[0] if settings.eps1 is None else settings.eps1
     eps2 = defaults[1] if settings.eps2 is None else settings.eps2
     scale = largest if settings.scale == "relative" else 1.0
-    return eps1 * scale, eps2 * scale
+    cancelled = 0.4 * max_norm if settings.eps1 is None and settings.rule == "contrast" else 0.0
+    return max(eps1 * scale, cancelled), eps2 * scale
 
 
 def objection(settings: CflPlan, evidence: Evidence) -> str | None:

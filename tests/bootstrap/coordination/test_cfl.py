@@ -350,9 +350,10 @@ def test_one_certain_half_is_not_enough() -> None:
 
 
 def test_thresholds() -> None:
-    assert thresholds(CflPlan(), 2.0) == (1.2, 0.2)
-    assert thresholds(CflPlan(rule="paper"), 2.0) == (0.2, 0.6)
-    assert thresholds(CflPlan(eps1=0.3, eps2=0.5), 2.0) == (0.6, 1.0)
-    assert thresholds(CflPlan(eps1=0.3, eps2=0.5, scale="absolute"), 2.0) == (0.3, 0.5)
+    assert thresholds(CflPlan(), 2.0, 2.9) == (1.2, 0.2)
+    assert thresholds(CflPlan(), 2.0, 4.0) == (1.6, 0.2)  # the members' updates cancel
+    assert thresholds(CflPlan(rule="paper"), 2.0, 4.0) == (0.2, 0.6)
+    assert thresholds(CflPlan(eps1=0.3, eps2=0.5), 2.0, 4.0) == (0.6, 1.0)
+    assert thresholds(CflPlan(eps1=0.3, eps2=0.5, scale="absolute"), 2.0, 4.0) == (0.3, 0.5)
     with pytest.raises(UserError, match="needs both eps1 and eps2"):
         Plan.from_toml('n = 4\n[cfl]\nscale = "absolute"\neps1 = 0.1')
