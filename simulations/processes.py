@@ -8,6 +8,7 @@ node is in its rows.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -25,6 +26,7 @@ import psutil
 
 from bootstrap.coordination.tree_store import TREE
 from peer.errors import FederationError, UserError
+from peer.files import write_atomically
 from peer.plan import Plan
 from peer.rundir import METRICS, MetricRow, RowReader, find_runs, merge, read_metrics
 
@@ -130,6 +132,8 @@ class Federation:
         one_peer_flags: more flags of single peers, by process number.
         bootstrap_flags: more flags of the bootstrap node.
 
+    Peers of a plan that permutes get a secret, made for this run.
+
     Raises UserError when `directory` holds the state of another run.
     """
 
@@ -157,6 +161,10 @@ class Federation:
             ["bootstrap", "--plan", str(plan_file), "--listen", self.address, *bootstrap_flags],
         )
         common = ["peer", "--bootstrap", self.address, *(["--data", data] if data else [])]
+        if plan.permutes:
+            secret = directory / "secret.txt"
+            write_atomically(secret, secrets.token_hex(32), mode=0o600)
+            common += ["--secret", str(secret)]
         single = one_peer_flags or {}
         self.peers = [
             self._worker(f"peer-{number}", [*common, *peer_flags, *single.get(number, ())])

@@ -2,5 +2,5 @@
 
 Pure: numbers in, numbers out; a coordinator and the laboratory follow the same functions. May
 import numpy, SciPy and the small modules of `peer`; no sockets, no clock, no torch. Only
-`tree_store` touches the disk, and only `tree_picture` draws.
+`tree_store` and `tensor_files` touch the disk, and only `tree_picture` draws.
 """
