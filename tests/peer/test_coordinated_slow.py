@@ -59,11 +59,13 @@ def check_against_the_laboratory(run: Federation) -> None:
         check_attempt(told[row["t"], row["index"]], row["notes"])
 
 
-@pytest.mark.parametrize("method", ["cfl", "ifca", "fedavg"])
+@pytest.mark.parametrize("method", ["cfl", "cfl-permuted", "ifca", "fedavg"])
 def test_the_coordinator_is_killed_and_the_run_ends_the_same(
     federation: Start, tmp_path: Path, method: str
 ) -> None:
-    run = federation(digits(method))
+    method, _, permuted = method.partition("-")
+    cfl = {"patience": 2, "eps1": 1.0, "permute": bool(permuted)}
+    run = federation(digits(method, cfl=cfl))
     for t in (2, 4):
         run.wait_for(lambda t=t: min(map(finished, run.peers)) >= t, 120)  # type: ignore[misc]
         run.kill_bootstrap()
