@@ -116,8 +116,9 @@ class RunWriter:
         self.path = path
         self.plan = plan
         try:
-            (path / MODELS).mkdir(parents=True, exist_ok=True)
-            self._keep_plan()
+            path.mkdir(parents=True, exist_ok=True)
+            self._keep_plan()  # first: a run that is killed here is still known for one
+            (path / MODELS).mkdir(exist_ok=True)
             for name in (METRICS, TOPOLOGY):
                 _cut_torn_line(path / name)
             self._metrics = (path / METRICS).open("a", encoding="utf-8")
