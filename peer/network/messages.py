@@ -344,9 +344,7 @@ class Refused(_Message):
 Request = (
     Enrol | Announce | Members | Ping | PingRequest | Leave | Probe | Pull | Await | Report | Fetch
 )
-Reply = (
-    Enrolled | Known | Pong | Sketches | Model | Reached | Assignment | Parcel | Done | Refused
-)
+Reply = Enrolled | Known | Pong | Sketches | Model | Reached | Assignment | Parcel | Done | Refused
 Message = Request | Reply
 
 REPLIES: Final[dict[type[Request], type[Reply]]] = {
