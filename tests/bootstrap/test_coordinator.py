@@ -15,6 +15,7 @@ import pytest
 
 from bootstrap import coordinator as module
 from bootstrap.coordination.rounds import ClusterRounds
+from bootstrap.coordinator_store import CoordinatorStore, Layout, Saved, new_method
 from bootstrap.server import BootstrapNode
 from peer.errors import RefusedError, StateError
 from peer.learning.learner import Vector
@@ -552,3 +553,28 @@ async def test_one_that_returns_at_the_end_of_a_round_holds_nobody_up() -> None:
             await peer.report(task, choice=0)
         assert (await a.close())[0].round == 2
         assert (await c.close())[0].round == 2
+
+
+def test_a_crash_between_the_file_and_the_tree_leaves_the_round_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfl, layout = plan("cfl"), Layout(model=MODEL, size=SIZE, trainable=SIZE, fingerprint="")
+    store, method = CoordinatorStore(tmp_path, cfl), new_method(cfl, layout)
+    assert isinstance(method, ClusterRounds)
+    saved = Saved(layout, method, {0: "0" * 32}, Standing({0: 0}, {0: 0}), (0,))
+    method.server.tree.admit(0)
+    for t in (1, 2):
+        method.version = t
+        method.server.tree.nodes[0].update = vector(t, t, t, t)
+        if t == 2:
+            monkeypatch.setattr(store._tree, "save", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                store.save(saved)
+        else:
+            store.save(saved)
+    loaded = CoordinatorStore(tmp_path, cfl).load()
+    assert loaded is not None
+    assert (loaded.method.version, loaded.standing) == (1, Standing({0: 0}))
+    model = loaded.method.models()[0]
+    assert model is not None
+    assert model.tolist() == [1, 1, 1, 1]
