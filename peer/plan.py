@@ -209,7 +209,7 @@ class DefencePlan(_Table):
     gate_samples: int = Field(
         default=60,
         ge=1,
-        description="training samples that a round holds out for the gate, a quarter at most",
+        description="training samples that are held out for the gate, a quarter at most",
     )
     gate_ratio: float = Field(default=1.1, ge=0, description="see gate")
     gate_margin: float = Field(default=0.02, ge=0, description="see gate, in nats")
@@ -370,7 +370,7 @@ class Plan(_Table):
         return self.network.staleness == 0
 
     def held_out(self, samples: int) -> int:
-        """How many of a peer's training samples a round holds out for the gate.
+        """How many of a peer's training samples are held out for the gate.
 
         [choice] A quarter of them at most, so that a peer with few samples still trains; of fewer
         than about 60 the gate's answer is mostly chance.

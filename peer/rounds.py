@@ -301,7 +301,7 @@ class Rounds:
         )
         used = [index for index in neighbours if index in models]
         clock.lap("match")
-        mixed = await self._mix(t, trained, {index: models[index] for index in used})
+        mixed = await self._mix(trained, {index: models[index] for index in used})
         self._model = mixed.model
         clock.lap("aggregate")
         self._scores = await self._in_worker(self.learner.evaluate, self._model)
@@ -387,7 +387,7 @@ class Rounds:
         alpha, fade = self.plan.matching.alpha, self.plan.matching.fade
         return {j: gradient_similarity(own, other, alpha, fade) for j, other in others.items()}
 
-    async def _mix(self, t: int, trained: Vector, received: dict[int, Received]) -> Mixed:
+    async def _mix(self, trained: Vector, received: dict[int, Received]) -> Mixed:
         """Return w^t [e] from w^{t-1/2} and the neighbours' models, as the plan defends it."""
         mixed: Mixed = await self._in_worker(
             partial(
@@ -397,7 +397,7 @@ class Rounds:
                 self._model,
                 {index: item.model for index, item in received.items()},
                 weights=self._weights(list(received.values())),
-                judge=lambda models: self.learner.held_losses(models, t),
+                judge=self.learner.held_losses,
             )
         )
         if self.plan.training.statistics == "local":

@@ -187,7 +187,7 @@ class Population:
             self.models[i],
             {j: model for j in neighbours if (model := snapshots.model(j)) is not None},
             weights=weights,
-            judge=lambda models: self.learners[i].held_losses(models, self.t),
+            judge=self.learners[i].held_losses,
         )
         if self.plan.training.statistics == "local":
             own_statistics = with_own_statistics(mixed.model, own, self.manifest.trainable)

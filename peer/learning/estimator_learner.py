@@ -74,9 +74,9 @@ class EstimatorLearner:
         chosen = loss_sample(self._plan, self._index, t, self.samples)
         return self._losses(models, chosen)
 
-    def held_losses(self, models: list[Vector], t: int) -> list[float]:
-        """Return each model's mean log loss on what round t holds out."""
-        held = held_out(self._plan, self._index, t, self.samples)
+    def held_losses(self, models: list[Vector]) -> list[float]:
+        """Return each model's mean log loss on the samples held out."""
+        held = held_out(self._plan, self._index, self.samples)
         if not len(held):
             raise ValueError("no samples are held out")
         return self._losses(models, held)

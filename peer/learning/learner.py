@@ -150,10 +150,10 @@ class Learner(Protocol):
         """Return F_i of each model: mean loss on the round's draw of training samples."""
         ...
 
-    def held_losses(self, models: list[Vector], t: int) -> list[float]:
-        """Return each model's mean loss on the samples that round t holds out for the gate.
+    def held_losses(self, models: list[Vector]) -> list[float]:
+        """Return each model's mean loss on the samples that are held out for the gate.
 
-        Raises ValueError when the plan holds out none.
+        Raises ValueError when there are none.
         """
         ...
 

@@ -25,26 +25,25 @@ def learning_rate(plan: Plan, t: int) -> float:
 def epoch_orders(plan: Plan, index: int, t: int, samples: int) -> Iterator[Indices]:
     """Yield the order of each of the E local epochs of peer `index` in round t.
 
-    All of its training samples [samples], without those that round t holds out.
+    All of its training samples [samples], without those that it holds out.
     """
     rng = generator(plan.seed, Purpose.BATCHES, index=index, t=t)
     trained = np.ones(samples, dtype=np.bool_)
-    trained[held_out(plan, index, t, samples)] = False
+    trained[held_out(plan, index, samples)] = False
     for _ in range(plan.training.epochs):
         order = rng.permutation(samples)
         yield order[trained[order]]
 
 
-def held_out(plan: Plan, index: int, t: int, samples: int) -> Indices:
-    """Return which of its training samples peer `index` holds out for the gate in round t.
+def held_out(plan: Plan, index: int, samples: int) -> Indices:
+    """Return which of its training samples peer `index` never trains on: those for the gate.
 
-    [choice] Others in every round, so that none is lost to training. Earlier rounds did train on
-    them, but no more at home than elsewhere: what a peer receives was mixed from its models too.
-    Measured, samples that are trained on in the round itself make half of one's own kind look worse
-    than oneself; samples held out for this round make it 1 in 20.
+    [choice] The same in all rounds. With others in every round no sample is lost to training; but a
+    peer that refuses everybody a few times then knows the samples by heart that it comes to judge
+    by, and refuses everybody for ever. Held out for good, they tell it when it falls behind.
     """
     count = plan.held_out(samples)
-    rng = generator(plan.seed, Purpose.HELD_OUT, index=index, t=t)
+    rng = generator(plan.seed, Purpose.HELD_OUT, index=index)
     return rng.choice(samples, size=count, replace=False) if count else np.empty(0, dtype=np.int64)
 
 

@@ -103,9 +103,9 @@ class TorchLearner:
         """
         return self._losses(models, loss_sample(self._plan, self._index, t, self.samples))
 
-    def held_losses(self, models: list[Vector], t: int) -> list[float]:
-        """Return each model's mean cross-entropy on what round t holds out; infinity as above."""
-        held = held_out(self._plan, self._index, t, self.samples)
+    def held_losses(self, models: list[Vector]) -> list[float]:
+        """Return each model's mean cross-entropy on the samples held out; infinity as above."""
+        held = held_out(self._plan, self._index, self.samples)
         if not len(held):
             raise ValueError("no samples are held out")
         return self._losses(models, held)

@@ -330,9 +330,9 @@ class _DeviceLearner:
         """Return F_i of each model."""
         return self._engine.losses_of(self._i, models, t)
 
-    def held_losses(self, models: list[Vector], t: int) -> list[float]:
+    def held_losses(self, models: list[Vector]) -> list[float]:
         """Return the loss of each model on the samples held out."""
-        return self._engine.losses_of(self._i, models, t, held=True)
+        return self._engine.losses_of(self._i, models, 1, held=True)  # in whichever round
 
     def evaluate(self, model: Vector) -> Scores:
         """Return the scores of `model` on the peer's own test set."""

@@ -207,7 +207,7 @@ class Worker:
     def losses(self, t: int, pairs: Pairs, held: bool) -> list[float]:
         """Return F_i(w_j) of the pairs, on round t's draw of peer i's training samples.
 
-        `held`: on those that round t holds out instead. Pairs of one j are best given to one
+        `held`: on those that it holds out instead. Pairs of one j are best given to one
         worker, one after another: they share its products.
         """
         if not self._job.stacked:
@@ -226,7 +226,9 @@ class Worker:
 
     def _loss_rows(self, i: int, t: int, held: bool) -> Rows:
         own = self._rows[i]
-        return own[(held_out if held else loss_sample)(self._plan, i, t, len(own))]
+        if held:
+            return own[held_out(self._plan, i, len(own))]
+        return own[loss_sample(self._plan, i, t, len(own))]
 
     def cosines(self, pairs: Pairs) -> npt.NDArray[np.float64]:
         """Return, of the worker's columns, what exact cosines of the pairs are made of.
@@ -326,7 +328,7 @@ class Worker:
         """Return F_i of each model, as `losses` does."""
         if not self._job.stacked:
             own = self._learner(i)
-            return (own.held_losses if held else own.train_losses)(list(models), t)
+            return own.held_losses([*models]) if held else own.train_losses([*models], t)
         rows, table = [self._loss_rows(i, t, held)], self._tables["train"]
         tensors = map(self._tensor, models)
         return [trainer.mean_losses(self._stack, w, table, rows)[0] for w in tensors]

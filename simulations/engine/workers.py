@@ -160,7 +160,7 @@ class Engine:
     ) -> list[float]:
         """Return F_i(w_j^{t-1/2}) of every pair (i, j), w_j as it arrives.
 
-        On round t's draw of peer i's training samples; `held`: on those that round t holds out.
+        On round t's draw of peer i's training samples; `held`: on those that it holds out.
         """
         if not pairs:
             return []

@@ -85,7 +85,7 @@ class Learning(Protocol):
         self, i: int, models: Sequence[Vector], t: int, *, held: bool = False
     ) -> list[float]:
         """Return F_i of each model on round t's draw of peer i's training samples; `held`: on those
-        that the round holds out for the gate."""
+        that it holds out for the gate."""
         ...
 
     def hold(self, i: int, cluster: int, attack: str | None) -> None:
@@ -125,7 +125,7 @@ class LearnersLearning:
     ) -> list[float]:
         """What the learner of peer i answers."""
         learner = self._learners[i]
-        return (learner.held_losses if held else learner.train_losses)([*models], t)
+        return learner.held_losses([*models]) if held else learner.train_losses([*models], t)
 
     def hold(self, i: int, cluster: int, attack: str | None) -> None:
         """A new learner of peer i."""

@@ -35,8 +35,8 @@ class Target:
     def train_losses(self, models: list[Vector], t: int) -> list[float]:
         return [float(np.square(model - self.target).sum()) for model in models]
 
-    def held_losses(self, models: list[Vector], t: int) -> list[float]:
-        return self.train_losses(models, t)
+    def held_losses(self, models: list[Vector]) -> list[float]:
+        return self.train_losses(models, 1)
 
     def evaluate(self, model: Vector) -> Scores:
         (loss,) = self.train_losses([model], 1)

@@ -54,8 +54,8 @@ class Softmax:
     def train_losses(self, models: list[Vector], t: int) -> list[float]:
         return [self._scores(model, *self._train).loss for model in models]
 
-    def held_losses(self, models: list[Vector], t: int) -> list[float]:
-        return self.train_losses(models, t)
+    def held_losses(self, models: list[Vector]) -> list[float]:
+        return self.train_losses(models, 1)
 
     def evaluate(self, model: Vector) -> Scores:
         return self._scores(model, *self._test)
