@@ -175,7 +175,7 @@ class CflPlan(_Table):
         description="largest chance, by a t test, of a coherent half (contrast)",
     )
     level_both: float = Field(
-        default=1e-9,
+        default=1e-12,
         ge=0,
         le=1,
         description="largest chance, by a t test, of two halves that need no contrast (contrast)",

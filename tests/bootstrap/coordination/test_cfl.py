@@ -344,9 +344,9 @@ def test_one_certain_half_is_not_enough() -> None:
         )  # fmt: skip
 
     settings = CflPlan()
-    assert objection(settings, evidence((9e-10, 9e-10))) is None
-    assert objection(settings, evidence((1e-20, 1e-9))) is not None
-    assert objection(settings, evidence((1e-9, 1e-20))) is not None
+    assert objection(settings, evidence((9e-13, 9e-13))) is None
+    assert objection(settings, evidence((1e-20, 1e-12))) is not None
+    assert objection(settings, evidence((1e-12, 1e-20))) is not None
 
 
 def test_thresholds() -> None:
