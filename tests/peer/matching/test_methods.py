@@ -65,7 +65,7 @@ def test_an_unknown_method_is_told_which_there_are() -> None:
 def test_a_central_method_is_refused_by_peers(name: str) -> None:
     with pytest.raises(UserError, match=f"{name} is central") as error:
         create_matcher(name, settings())
-    assert "simulate" in error.value.hint
+    assert "bootstrap --plan" in error.value.hint
 
 
 def test_a_name_is_given_once() -> None:
