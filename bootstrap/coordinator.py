@@ -145,9 +145,12 @@ class Coordinator:
         self._models: Mapping[int, Vector | None] = {}
         self._encoded: dict[int, memoryview] = {}
         self._pulls = asyncio.Semaphore(PULLS_AT_ONCE)
+        self._late_pulls = asyncio.Semaphore(1)
         self._changed = asyncio.Event()
         self._waiting = 0
         self._turn = 0
+        self.summed_up = False
+        """Whether the last round was closed by those who were there, and their summary written."""
         self._store = None if state is None else CoordinatorStore(state, plan)
         self._rows = None if state is None else RoundRows(state, plan)
         self._resume()
@@ -311,7 +314,8 @@ class Coordinator:
         assert task.model is not None
         network, size = self.plan.network, self._layout.size
         expected = size * WIDTH[network.precision]
-        async with self._pulls:
+        # The overdue do not keep those who deliver waiting.
+        async with self._late_pulls if record.peer in self._overdue else self._pulls:
             reply, chunks = await self._transport.request(
                 record.data,
                 Fetch(round=task.round, number=task.model),
@@ -468,6 +472,12 @@ class Coordinator:
         if self._store is not None:
             saved = Saved(self._layout, method, dict(self._owners), standing, tuple(self._there()))
             await asyncio.to_thread(self._store.save, saved)
+        for attempt in outcome.attempts:
+            if attempt.children is not None:
+                log.info(
+                    "round %d: cluster %d of %d peers is split into %d and %d",
+                    attempt.t, attempt.node, len(attempt.members), *attempt.children,
+                )  # fmt: skip
         self._closing = closing
         self._notify()
 
@@ -495,6 +505,7 @@ class Coordinator:
             await self._change(1.0)
         if self._rows is not None:
             self._rows.sum_up()
+        self.summed_up = True
         log.info("round %d was the last; serving those who come late", self.finished)
 
     async def _receive(self, method: Method) -> None:

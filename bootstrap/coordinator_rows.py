@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from bootstrap.coordination.cfl import Attempt
-from peer.errors import UserError
 from peer.merit import precision, recall
 from peer.plan import Plan
 from peer.rundir import MetricRow, RunWriter, TopologyRow, read_metrics
@@ -42,12 +41,9 @@ class RoundRows:
             self._write(index, None)
 
     def resume(self, t: int, standing: Standing) -> None:
-        """Go on with the rows of a round that are there."""
+        """Go on with the rows of a round that are there. Raises UserError when one is damaged."""
         self.begin(t, standing, ())
-        try:
-            rows = [row for row in read_metrics(self._path) if row.t == t]
-        except UserError:
-            return
+        rows = [row for row in read_metrics(self._path) if row.t == t]
         self._told = {row.index for row in rows if row.accuracy is not None}
         self._attempts = {r.index: r.notes["attempt"] for r in rows if "attempt" in r.notes}
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +21,7 @@ import zmq.asyncio
 
 from bootstrap.registry import Registry
 from peer.errors import RefusedError, UserError, first_failure
+from peer.files import hold_directory
 from peer.matching.registry import CENTRAL
 from peer.network.messages import (
     MAX_PLAN,
@@ -54,6 +57,8 @@ LOST_AFTER = 20.0
 themselves every few seconds; their own failure detection is faster."""
 SWEEP = 1.0
 """Seconds between two looks for the lost."""
+MAX_TOLD = 1000
+"""Lines of the log about one peer: one that comes and goes without end must not fill the disk."""
 
 
 @dataclass
@@ -86,7 +91,8 @@ class BootstrapNode:
         context: a ZeroMQ context to share.
 
     Entering raises UserError when the address cannot be bound or the state directory not be
-    written, StateError when its contents cannot be trusted.
+    written, StateError when that cannot be had at all, is another process's, or holds what cannot
+    be trusted.
     """
 
     def __init__(
@@ -122,6 +128,7 @@ class BootstrapNode:
         )
         self._coordinator: Coordinator | None = None
         self._turn = 0
+        self._told: Counter[int] = Counter()
         self._handlers: dict[type[Request], Callable[[Any], Reply]] = {
             Enrol: self._enrol,
             Announce: self._announce,
@@ -136,16 +143,18 @@ class BootstrapNode:
         return self._transport.control
 
     async def __aenter__(self) -> Self:
-        if self._state is not None:
-            try:
-                self._state.mkdir(parents=True, exist_ok=True)
-                self._registry.load(self._state, self._clock())
-                self._registry.save(self._state)
-            except OSError as error:
-                raise UserError(f"cannot write to {self._state}: {error.strerror}") from None
-        if self.plan.method in CENTRAL:
-            self._coordinator = self._coordinate()
-        await self._transport.__aenter__()
+        async with AsyncExitStack() as entered:
+            if self._state is not None:
+                entered.enter_context(hold_directory(self._state))
+                try:
+                    self._registry.load(self._state, self._clock())
+                    self._registry.save(self._state)
+                except OSError as error:
+                    raise UserError(f"cannot write to {self._state}: {error.strerror}") from None
+            if self.plan.method in CENTRAL:
+                self._coordinator = self._coordinate()
+            await entered.enter_async_context(self._transport)
+            self._entered = entered.pop_all()
         self._transport.introduce(sender="", plan=self._digest)
         log.info(
             "federation %s (%s, %d peers) meets at %s",
@@ -162,7 +171,7 @@ class BootstrapNode:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._transport.__aexit__(kind, error, traceback)
+        await self._entered.__aexit__(kind, error, traceback)
 
     def _coordinate(self) -> Coordinator:
         # Not otherwise: a node that is only met at needs neither numpy nor scipy.
@@ -197,9 +206,11 @@ class BootstrapNode:
 
     @property
     def done(self) -> bool:
-        """Whether every one of the plan's n peers has finished its last round."""
+        """Whether every one of the plan's n peers has finished its last round, and a coordinator
+        has summed up."""
         finished = sum(guest.update.status.done for guest in self.guests.values())
-        return finished >= self.plan.n
+        summed_up = self._coordinator is None or self._coordinator.summed_up
+        return finished >= self.plan.n and summed_up
 
     def _sweep(self) -> None:
         """Stop counting those as present who have not announced themselves for long."""
@@ -307,6 +318,11 @@ class BootstrapNode:
         return Known(updates=chosen)
 
     def _tell(self, what: str, index: int) -> None:
+        self._told[index] += 1
+        if self._told[index] > MAX_TOLD:
+            return
+        if self._told[index] == MAX_TOLD:
+            what += " (the last line about it)"
         status = self.guests[index].update.status
         present = sum(guest.present for guest in self.guests.values())
         log.info(

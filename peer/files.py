@@ -1,9 +1,31 @@
-"""Writing files that survive a crash at any moment."""
+"""Writing files that survive a crash at any moment, in directories that one process holds."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
+from typing import IO
+
+from peer.errors import StateError
+
+
+def hold_directory(path: Path) -> IO[str]:
+    """Make a state directory and hold it for this process until the returned file is closed.
+
+    Raises StateError when another process holds it, or when it cannot be used.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / "lock").open("a", encoding="ascii")
+    except OSError as error:
+        raise StateError(f"cannot use the state directory {path}: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise StateError(f"the state directory {path} is in use by another process") from None
+    return lock
 
 
 def write_atomically(path: Path, content: bytes | str, *, mode: int = 0o644) -> None:

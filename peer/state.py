@@ -11,7 +11,6 @@ index, round, purpose), so neither optimiser nor generators have a state to keep
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import secrets
@@ -19,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -27,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from peer.errors import StateError
-from peer.files import remove_unfinished, write_atomically
+from peer.files import hold_directory, remove_unfinished, write_atomically
 from peer.learning.learner import Vector
 from peer.network.messages import Index, PeerId, PeerRecord, Round
 from peer.rundir import MODELS
@@ -82,16 +81,7 @@ class StateDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock: IO[str] = (path / "lock").open("a", encoding="ascii")
-        except OSError as error:
-            raise StateError(f"cannot use the state directory {path}: {error.strerror}") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise StateError(f"the state directory {path} is in use by another process") from None
+        self._lock = hold_directory(path)
         try:
             for directory in (path, path / MODELS):
                 remove_unfinished(directory)

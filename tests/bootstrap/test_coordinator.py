@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 
 from bootstrap import coordinator as module
+from bootstrap import server
 from bootstrap.coordination.rounds import ClusterRounds
 from bootstrap.coordinator_store import CoordinatorStore, Layout, Saved, new_method
 from bootstrap.server import BootstrapNode
-from peer.errors import RefusedError, StateError
+from peer.errors import RefusedError, StateError, UserError
 from peer.learning.learner import Vector
 from peer.network.messages import (
+    Announce,
     Assignment,
     Enrol,
     Enrolled,
@@ -368,6 +370,58 @@ async def test_the_late_are_left_behind_at_the_deadline() -> None:
         assert model.tolist() == [3, 3, 3, 3]
 
 
+async def test_the_overdue_do_not_keep_those_who_deliver_waiting() -> None:
+    table = {"round_timeout": 0.5, "request_timeout": 20.0}
+    crowd = plan(n=6, network=table, central={"quorum": 0.1})
+    asked = 0
+    first = asyncio.Event()
+
+    async def never(_: Request) -> tuple[Reply, Sequence[Buffer]]:
+        nonlocal asked
+        asked += 1
+        first.set()
+        return await asyncio.Future()
+
+    async with theatre(crowd) as (quick, *slow):
+        await asyncio.gather(*(peer.report() for peer in (quick, *slow)))
+        await quick.train(1, 1, 1, 1)
+        await quick.close()
+        # All five are overdue. Now they say that they have trained, and never hand it over.
+        for peer in slow:
+            peer.transport._handler = never
+            await peer.report(await peer.task(Work.TRAIN))
+        await asyncio.wait_for(first.wait(), 2)
+        began = asyncio.get_running_loop().time()
+        await quick.train(3, 3, 3, 3)
+        await quick.close()
+        assert asyncio.get_running_loop().time() < began + 2
+        assert asked == 1
+
+
+async def test_it_ends_only_when_all_have_closed_the_last_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "SWEEP", 0.02)
+    async with BootstrapNode(
+        plan(rounds=1), listen="127.0.0.1:0", state=tmp_path, exit_when_done=True
+    ) as node:
+        serving = asyncio.create_task(node.serve())
+        async with puppet(node, 1) as a, puppet(node, 2) as b:
+            await asyncio.gather(a.report(), b.report())
+            await asyncio.gather(a.train(1, 1, 1, 1), b.train(3, 3, 3, 3))
+            for each in (a, b):
+                await each.close()
+                each.status = Status(finished=1, done=True, accuracy=0.5)
+                await each.ask(Announce(update=each.update()))
+            # That they are done is known, but their reports are still under way.
+            await asyncio.sleep(0.1)
+            assert not serving.done()
+            await asyncio.gather(a.report(), b.report())
+            await asyncio.wait_for(serving, 2)
+    assert [row.accuracy for row in read_metrics(tmp_path)] == [0.5, 0.5]
+    assert json.loads((tmp_path / "summary.json").read_text())["finished"] == 2
+
+
 async def test_the_dead_and_those_who_left_are_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -451,6 +505,12 @@ async def test_a_state_that_cannot_be_trusted_is_refused(tmp_path: Path) -> None
         with pytest.raises(StateError, match=r"damaged|does not hold"):
             BootstrapNode(plan("ifca"), listen="127.0.0.1:0", state=tmp_path)._coordinate()
     file.write_text(good)
+    # A damaged row comes to light now rather than in the last round, when all are summed up.
+    rows = (tmp_path / "metrics.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").write_bytes(b"?\n" + rows)
+    with pytest.raises(UserError, match=r"metrics.jsonl line 1"):
+        BootstrapNode(plan("ifca"), listen="127.0.0.1:0", state=tmp_path)._coordinate()
+    (tmp_path / "metrics.jsonl").write_bytes(rows)
     (tensor,) = (tmp_path / "cluster-models").iterdir()
     tensor.write_bytes(tensor.read_bytes()[:-1])
     with pytest.raises(StateError, match="damaged"):

@@ -203,9 +203,43 @@ async def test_promise_that_cannot_be_saved_is_not_made(
 
 async def test_state_that_cannot_be_written_is_a_persons_mistake(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write to"):
+    with pytest.raises(StateError, match="cannot use the state directory"):
         async with BootstrapNode(PLAN, listen="127.0.0.1:0", state=tmp_path / "file" / "state"):
             pass
+
+
+async def test_a_state_directory_is_one_nodes_at_a_time(tmp_path: Path) -> None:
+    async with BootstrapNode(PLAN, listen="127.0.0.1:0", state=tmp_path):
+        with pytest.raises(StateError, match="in use by another"):
+            async with BootstrapNode(PLAN, listen="127.0.0.1:0", state=tmp_path):
+                pass
+    async with BootstrapNode(PLAN, listen="127.0.0.1:0", state=tmp_path) as node:
+        # One that cannot listen lets go of its directory, too.
+        other = tmp_path / "other"
+        for _ in range(2):
+            with pytest.raises(UserError, match="cannot listen"):
+                async with BootstrapNode(
+                    PLAN, listen=node.address.removeprefix("tcp://"), state=other
+                ):
+                    pass
+
+
+async def test_one_that_comes_and_goes_without_end_does_not_fill_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, node: BootstrapNode
+) -> None:
+    monkeypatch.setattr(module, "MAX_TOLD", 5)
+    caplog.set_level(logging.INFO, "bootstrap.server")
+    async with asker(node, 1) as a, asker(node, 2) as b:
+        await a.enrol()
+        for _ in range(10):
+            await a.announce()
+            await a.ask(Leave(update=a.update()))
+        await b.enrol()
+        await b.announce()
+    lines = [line for line in caplog.messages if line.startswith("peer 0")]
+    assert len(lines) == 5
+    assert "last line" in lines[-1]
+    assert any(line.startswith("peer 1 joined") for line in caplog.messages)
 
 
 async def test_ends_when_all_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
