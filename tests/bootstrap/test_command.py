@@ -116,7 +116,10 @@ def test_environment_sets_what_flags_do_not(plan: Path) -> None:
         (["--plan", "missing.toml"], "cannot read the plan missing.toml"),
         (["--plan", "PLAN", "--listen", "nonsense"], "'nonsense' is not an address"),
         (["--plan", "PLAN", "--listen", "USED"], "cannot listen on"),
-        (["--plan", "PLAN", "--listen", "127.0.0.1:0", "--state", "PLAN"], "cannot use the state directory"),
+        (
+            ["--plan", "PLAN", "--listen", "127.0.0.1:0", "--state", "PLAN"],
+            "cannot use the state directory",
+        ),
         (["--plan", "PLAN", "--reclaim-after", "-1"], "--reclaim-after"),
         (["--plan", "WRONG"], "there is no method panm-gard"),
         (["--plan", "WRONG", "--import", "nomodule"], "cannot import 'nomodule'"),
