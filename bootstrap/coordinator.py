@@ -64,6 +64,8 @@ MAX_WAITING = 128
 """Reports that wait for a task at a time; further ones are answered at once."""
 RETURN = 20.0
 """Seconds that a restarted coordinator waits for those that were there before."""
+AHEAD = 20.0
+"""Seconds for which nothing is started anew after a report of a peer that is ahead."""
 SILENCE = 2.0
 """Seconds without a report after which one that is waited for is looked at: does it live?"""
 LOOKED_AT = 16
@@ -146,6 +148,7 @@ class Coordinator:
         self._encoded: dict[int, memoryview] = {}
         self._pulls = asyncio.Semaphore(PULLS_AT_ONCE)
         self._late_pulls = asyncio.Semaphore(1)
+        self._ahead = -math.inf
         self._changed = asyncio.Event()
         self._waiting = 0
         self._turn = 0
@@ -179,6 +182,7 @@ class Coordinator:
         record, status = request.update.record, request.update.status
         self._agree(request)
         if status.finished > self.finished:
+            self._ahead = self._clock()
             self._transport.blame(
                 Fault.CONTENT, "behind",
                 f"peer {record.index} has finished round {status.finished}, this coordinator knows "
@@ -358,7 +362,12 @@ class Coordinator:
                 await self._change(0.5)
             return self._method
         noted = -math.inf
-        while len(there := self._there()) < self.plan.quorum or self._layout is None:
+        # Those who are ahead of a lost state keep what they have: it may be found again.
+        while (
+            len(there := self._there()) < self.plan.quorum
+            or self._layout is None
+            or self._clock() < self._ahead + AHEAD
+        ):
             if self._clock() >= noted + 15:
                 log.info("waiting for the start: %d of %d present", len(there), self.plan.quorum)
                 noted = self._clock()

@@ -187,7 +187,7 @@ class Peer:
         if plan.method in CENTRAL and len(self._settings.bootstrap) != 1:
             raise UserError(
                 f"the method {plan.method} has one coordinator",
-                "start bootstrap --plan FILE, and every peer with its --bootstrap HOST:PORT",
+                "start bootstrap --plan FILE, and every peer with its --bootstrap HOST:PORT alone",
             )
         if plan.permutes and self._settings.shared_secret() is None:
             raise UserError(

@@ -362,7 +362,7 @@ class Swarm:
                 )
             except (UnreachableError, ProtocolError) as error:
                 if not lost:
-                    log.warning("bootstrap node %s lost (%s); going on without", address, error)
+                    log.warning("bootstrap node %s lost (%s); trying on", address, error)
                 lost, pause = True, min(SLOWEST, pause * GROWTH)
             except RefusedError as refusal:
                 self._misfit(refusal, f"the bootstrap node {address}")

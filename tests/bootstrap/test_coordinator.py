@@ -467,6 +467,20 @@ async def test_peers_that_are_ahead_are_told_that_the_state_is_lost(
         assert a.node._coordinator._method is None
 
 
+async def test_nothing_is_started_over_while_a_peer_is_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "AHEAD", 0.5)
+    async with theatre(plan(n=3, min_peers=2)) as (a, b, ahead):
+        ahead.status = Status(finished=1)
+        assert (await ahead.refusal()).reason == Reason.BEHIND
+        # Two are all that a start needs.
+        await asyncio.gather(a.report(), b.report())
+        assert (await a.report(wait=0.2))[0] is None
+        # It came for the last time: the others begin.
+        assert (await a.task(Work.TRAIN)).round == 1
+
+
 @pytest.mark.parametrize("method", ["fedavg", "ifca", "cfl"])
 async def test_a_restart_goes_on_after_the_last_finished_round(tmp_path: Path, method: str) -> None:
     one = plan(method, min_peers=2, n=3)
