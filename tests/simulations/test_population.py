@@ -6,12 +6,12 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from softmax import CLASSES, FEATURES, Softmax
 
 from peer.aggregation import average
 from peer.errors import UserError
-from peer.learning.learner import Entry, Manifest, Scores, Vector
+from peer.learning.learner import Vector
 from peer.matching.similarity import GradientEvidence, gradient_similarity
 from peer.matching.sketch import CountSketch
 from peer.network.vectors import decode_vector, encode_vector
@@ -19,68 +19,13 @@ from peer.plan import Plan
 from peer.randomness import Purpose, generator
 from simulations.population import Population, Row
 
-FEATURES, CLASSES, K = 20, 3, 2
+K = 2
 METHODS = ["panm-grad", "panm-loss", "pens", "random", "fixed", "oracle", "local"]
 
 
-class Softmax:
-    """A learner of numpy alone: softmax regression on data whose labels each cluster permutes."""
-
-    manifest = Manifest((Entry("weight", (FEATURES, CLASSES)), Entry("mean", (2,), False)))
-
-    def __init__(self, plan: Plan, index: int) -> None:
-        self.samples = 30 + index
-        self._lr = plan.training.lr
-        rng = np.random.default_rng([plan.seed, index])
-        centres = np.random.default_rng(plan.seed).normal(size=(CLASSES, FEATURES))
-        shift = plan.cluster_of(index)
-
-        def sample(size: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-            kind = rng.integers(CLASSES, size=size)
-            return centres[kind] + rng.normal(size=(size, FEATURES)) * 1.5, (kind + shift) % CLASSES
-
-        self._train, self._test = sample(self.samples), sample(200)
-
-    def initial(self) -> Vector:
-        return np.full(self.manifest.size, 0.01, dtype=np.float32)
-
-    def fit(self, model: Vector, t: int) -> Vector:
-        weight = self._weight(model).copy()
-        x, y = self._train
-        for _ in range(3):
-            weight -= self._lr * 0.98**t * x.T @ (self._softmax(x, weight) - np.eye(CLASSES)[y])
-        return np.append(weight.ravel(), [self.samples, t]).astype(np.float32)
-
-    def train_losses(self, models: list[Vector], t: int) -> list[float]:
-        return [self._scores(model, *self._train).loss for model in models]
-
-    def held_losses(self, models: list[Vector]) -> list[float]:
-        return self.train_losses(models, 1)
-
-    def evaluate(self, model: Vector) -> Scores:
-        return self._scores(model, *self._test)
-
-    def predict(self, model: Vector, inputs: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        best: npt.NDArray[np.int64] = np.argmax(inputs @ self._weight(model), axis=1)
-        return best
-
-    def _weight(self, model: Vector) -> npt.NDArray[np.float64]:
-        return model[:-2].reshape(FEATURES, CLASSES).astype(np.float64)
-
-    def _softmax(
-        self, x: npt.NDArray[np.float64], weight: npt.NDArray[np.float64]
-    ) -> npt.NDArray[np.float64]:
-        logits = x @ weight
-        powers: npt.NDArray[np.float64] = np.exp(logits - logits.max(axis=1, keepdims=True))
-        powers /= powers.sum(axis=1, keepdims=True)
-        return powers
-
-    def _scores(
-        self, model: Vector, x: npt.NDArray[np.float64], y: npt.NDArray[np.int64]
-    ) -> Scores:
-        p = self._softmax(x, self._weight(model))
-        loss = -np.log(p[np.arange(len(y)), y] + 1e-12).mean()
-        return Scores(float((p.argmax(axis=1) == y).mean()), float(loss))
+def uneven(plan: Plan, index: int, kind: type[Softmax] = Softmax) -> Softmax:
+    """Return a learner of which no two peers have as many samples."""
+    return kind(plan, index, samples=30 + index)
 
 
 class Diverged(Softmax):
@@ -105,7 +50,7 @@ def make_plan(**changes: Any) -> Plan:
 
 
 def population(plan: Plan, method: str) -> Population:
-    return Population(plan, method, learners=[Softmax(plan, i) for i in range(plan.n)])
+    return Population(plan, method, learners=[uneven(plan, i) for i in range(plan.n)])
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -131,7 +76,7 @@ def test_a_round_by_hand(evidence: str) -> None:
     peers = population(plan, "panm-grad")
     (first, w0, w1) = peers.step(), peers.initial, [model.copy() for model in peers.models]
     rows = peers.step()
-    learners = [Softmax(plan, i) for i in range(plan.n)]
+    learners = [uneven(plan, i) for i in range(plan.n)]
     half = [learner.fit(model, 2) for learner, model in zip(learners, w1, strict=True)]
 
     def wire(vector: Vector) -> Vector:
@@ -201,7 +146,7 @@ def test_naem_pulls_only_the_neighbours_that_it_has_not_heard() -> None:
 @pytest.mark.parametrize("method", ["panm-grad", "panm-loss"])
 def test_clusters_are_found_and_learning_together_helps(method: str) -> None:
     plan = make_plan(rounds=24)
-    learners = [Softmax(plan, i) for i in range(plan.n)]  # shared: no method changes them
+    learners = [uneven(plan, i) for i in range(plan.n)]  # shared: no method changes them
 
     def last(name: str) -> list[Row]:
         return list(Population(plan, name, learners=learners).run(evaluate_every=24))[-1]
@@ -221,7 +166,7 @@ def test_clusters_are_found_and_learning_together_helps(method: str) -> None:
 @pytest.mark.parametrize("method", ["panm-grad", "panm-loss", "random"])
 def test_models_that_are_not_finite_reach_nobody(method: str) -> None:
     plan = make_plan(rounds=8)
-    learners = [(Diverged if i == 4 else Softmax)(plan, i) for i in range(plan.n)]
+    learners = [uneven(plan, i, Diverged if i == 4 else Softmax) for i in range(plan.n)]
     peers = Population(plan, method, learners=learners)
     for rows in peers.run():
         assert all(4 not in row["neighbours"] for row in rows)
@@ -232,7 +177,7 @@ def test_models_may_be_weighted_by_samples() -> None:
     plan = make_plan(matching={"weighting": "samples"}, rounds=1)
     peers = population(plan, "fixed")
     neighbours = peers.step()[3]["neighbours"]
-    learners = [Softmax(plan, i) for i in range(plan.n)]
+    learners = [uneven(plan, i) for i in range(plan.n)]
     half = [learner.fit(learner.initial(), 1) for learner in learners]
     weights = [float(30 + j) for j in (3, *neighbours)]
     assert np.array_equal(peers.models[3], average(half[3], [half[j] for j in neighbours], weights))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from softmax import MODEL_BYTES, Softmax, federate, make_scenario
+from made import federate, make_scenario
+from softmax import MODEL_BYTES, Softmax
 
 from peer.rundir import MetricRow, TopologyRow
 from simulations.population import Population

@@ -1,8 +1,7 @@
-"""Scenarios of learners that need no torch: softmax regression, fast enough for many runs."""
+"""A learner that needs no torch, fast enough for many runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,21 +9,20 @@ import numpy.typing as npt
 
 from peer.learning.learner import Entry, Manifest, Scores, Vector
 from peer.plan import Plan
-from simulations.scenarios.learning import LearnersLearning
-from simulations.scenarios.scenario import Scenario
-from simulations.scenarios.virtual import VirtualFederation
 
 FEATURES, CLASSES = 20, 3
 MODEL_BYTES = 4 * (FEATURES * CLASSES + 2)
 
 
 class Softmax:
-    """Softmax regression on data whose labels each cluster permutes."""
+    """A learner of numpy alone: softmax regression on data whose labels each cluster permutes."""
 
     manifest = Manifest((Entry("weight", (FEATURES, CLASSES)), Entry("mean", (2,), False)))
 
-    def __init__(self, plan: Plan, index: int, cluster: int | None = None) -> None:
-        self.samples = 30
+    def __init__(
+        self, plan: Plan, index: int, cluster: int | None = None, *, samples: int = 30
+    ) -> None:
+        self.samples = samples
         self._lr = plan.training.lr
         rng = np.random.default_rng([plan.seed, index])
         centres = np.random.default_rng(plan.seed).normal(size=(CLASSES, FEATURES))
@@ -50,7 +48,7 @@ class Softmax:
         return [self._scores(model, *self._train).loss for model in models]
 
     def held_losses(self, models: list[Vector]) -> list[float]:
-        raise NotImplementedError
+        return self.train_losses(models, 1)
 
     def evaluate(self, model: Vector) -> Scores:
         return self._scores(model, *self._test)
@@ -76,29 +74,3 @@ class Softmax:
         p = self._softmax(x, self._weight(model))
         loss = -np.log(p[np.arange(len(y)), y] + 1e-12).mean()
         return Scores(float((p.argmax(axis=1) == y).mean()), float(loss))
-
-
-def make_scenario(tables: Mapping[str, Any] | None = None, **plan: Any) -> Scenario:
-    """Return a scenario of ten peers in two clusters; `plan` changes its plan's tables."""
-    table: dict[str, Any] = {
-        "n": 10,
-        "rounds": 12,
-        "seed": 3,
-        "matching": {"l": 4, "k": 2, "tau": 2, "sketch_buckets": 32},
-        "partition": {"kind": "rotation", "clusters": 2},
-        "training": {"lr": 0.005},
-    }
-    for key, value in plan.items():
-        table[key] = {**table[key], **value} if isinstance(table.get(key), dict) else value
-    scenario = Scenario.model_validate({"plan": table, **(tables or {})})
-    scenario.check()
-    return scenario
-
-
-def federate(scenario: Scenario, **options: Any) -> VirtualFederation:
-    """Return the federation of a scenario, with learners of softmax regression."""
-    plan = scenario.plan
-    learning = LearnersLearning(
-        [Softmax(plan, i) for i in range(plan.n)], lambda i, c, _: Softmax(plan, i, c)
-    )
-    return VirtualFederation(scenario, learning, **options)
