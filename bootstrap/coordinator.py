@@ -513,7 +513,7 @@ class Coordinator:
         while any(map(self._unclosed, self._there())) and self._clock() < deadline:
             await self._change(1.0)
         if self._rows is not None:
-            self._rows.sum_up()
+            self._rows.sum_up(self._transport.traffic)
         self.summed_up = True
         log.info("round %d was the last; serving those who come late", self.finished)
 

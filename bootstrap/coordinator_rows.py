@@ -9,6 +9,7 @@ from typing import Any
 
 from bootstrap.coordination.cfl import Attempt
 from peer.merit import precision, recall
+from peer.network.traffic import Traffic
 from peer.plan import Plan
 from peer.rundir import MetricRow, RunWriter, TopologyRow, read_metrics
 from peer.standing import Standing
@@ -53,10 +54,13 @@ class RoundRows:
             self._told.add(index)
             self._write(index, accuracy)
 
-    def sum_up(self) -> None:
-        """Write the summary."""
+    def sum_up(self, traffic: Traffic) -> None:
+        """Write the summary, and what this node has sent and received since it was started."""
         if self._told:
-            self._writer.write_summary(wall_s=time.monotonic() - self._started)
+            totals = traffic.totals()
+            own = {name.replace("payload", "bytes"): count for name, count in totals.items()}
+            self._writer.write_traffic(traffic.snapshot())
+            self._writer.write_summary(wall_s=time.monotonic() - self._started, extra=own)
 
     def _write(self, index: int, accuracy: float | None) -> None:
         standing, method = self._standing, self._plan.method

@@ -419,7 +419,14 @@ async def test_it_ends_only_when_all_have_closed_the_last_round(
             await asyncio.gather(a.report(), b.report())
             await asyncio.wait_for(serving, 2)
     assert [row.accuracy for row in read_metrics(tmp_path)] == [0.5, 0.5]
-    assert json.loads((tmp_path / "summary.json").read_text())["finished"] == 2
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["finished"] == 2
+    # Two vectors of four values came.
+    assert summary["bytes_received"] == 2 * 4 * 4
+    assert summary["wire_sent"] > summary["bytes_sent"] > 0
+    assert (
+        json.loads((tmp_path / "traffic.json").read_text())["received"]["parcel"]["messages"] == 2
+    )
 
 
 async def test_the_dead_and_those_who_left_are_not_waited_for(
