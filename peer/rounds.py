@@ -201,6 +201,8 @@ class Rounds:
             ):
                 return
             over = not living and any(member.status.done for member in self.swarm.members())
+            if over and self._alone:
+                return
             if over and not restarted:
                 raise UserError(
                     f"the federation {self.plan.name} has finished: its peers are done and gone",
