@@ -6,11 +6,11 @@ lost on the way. It works on any `Crew`: learners one after another, or the engi
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bootstrap.coordination import fedavg, ifca
+from bootstrap.coordination.rounds import Exchange, ModelRounds, drive
 from peer.cluster_models import best_model, idle, initial_models
 from peer.errors import UserError
 from peer.learning.learner import Learner, Manifest, Scores, Vector
@@ -22,8 +22,6 @@ from simulations.population import Models, Row, arrive
 if TYPE_CHECKING:
     from simulations.attacks import Threat
     from simulations.engine.workers import Engine
-
-log = logging.getLogger(__name__)
 
 
 class Crew(Protocol):
@@ -223,27 +221,22 @@ class CentralPopulation:
             self.identities[i] = best_model(own)
 
     def _draw_models(self) -> None:
-        """Draw c models until each is some peer's best.
+        """Draw the initial models, everybody being asked of each draw."""
+        plan, crew, everyone = self.plan, self.crew, list(range(self.plan.n))
+        rounds = ModelRounds(plan.model_copy(update={"method": self.method}))
 
-        [choice] All c are drawn anew, not the idle ones alone; of draws that all leave some idle,
-        the first with the fewest counts; everybody is asked, however few take part in a round.
-        """
-        plan, everyone = self.plan, list(range(self.plan.n))
-        fewest = self.c
-        while fewest and self._draws <= plan.central.redraws:
-            models = initial_models(
-                self.crew.initial, self.crew.manifest, self.c, plan.seed, self._draws
-            )
-            losses = self.crew.losses(self._arriving(models), everyone, 1)
-            identities = [best_model(own) for own in losses]
+        def drawn(draw: int) -> list[Vector]:
+            return initial_models(crew.initial, crew.manifest, self.c, plan.seed, draw)
+
+        def choose(exchange: Exchange) -> dict[int, int]:
             self._draws += 1
-            if (count := len(idle(identities, self.c))) < fewest:
-                fewest, self.cluster_models, self.identities = count, models, identities
-        if fewest:
-            log.warning(
-                "ifca: in %d draws of %d initial models, %d at least were nobody's best: "
-                "c may be too large", self._draws, self.c, fewest,
-            )  # fmt: skip
+            draw = exchange.tasks[0].draw
+            losses = crew.losses(self._arriving(drawn(draw)), everyone, 1)
+            return dict(enumerate(map(best_model, losses)))
+
+        drive(rounds.draw_models(everyone), choose)
+        self.cluster_models = drawn(rounds.draw)
+        self.identities = [rounds.places[i] for i in everyone]
 
     def _arriving(self, models: Sequence[Vector]) -> list[Vector]:
         """Return models as they arrive at peers; means of what arrived are never refused."""

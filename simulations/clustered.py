@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bootstrap.coordination import fedavg
-from bootstrap.coordination.cfl import Attempt, ClusteredServer
+from bootstrap.coordination.cfl import Attempt
+from bootstrap.coordination.rounds import ClusterRounds, Exchange, drive
 from bootstrap.coordination.tree import ParameterTree
 from peer.learning.learner import Scores, Vector
 from peer.merit import precision, recall
@@ -37,7 +38,8 @@ class ClusteredPopulation:
         self._true_clusters = [plan.cluster_of(i) for i in range(plan.n)]
         self._p = None if secret is None else Permutation(secret, plan.digest, crew.manifest)
         tree = ParameterTree.planted(crew.manifest.size, crew.manifest.trainable)
-        self.server = ClusteredServer(plan.cfl, tree, self._true_clusters)
+        self._rounds = ClusterRounds(plan, tree)
+        self.server = self._rounds.server
         for i in range(plan.n):
             tree.admit(i)
 
@@ -81,14 +83,15 @@ class ClusteredPopulation:
 
         One whose update does not arrive stays where it is.
         """
-        tree, sent = self.server.tree, dict.fromkeys(peers, 0)
-        waiting = list(peers)
-        while waiting := [i for i in waiting if not tree.at_leaf(i)]:
-            updates = self._updates(waiting)
-            for i, update in updates.items():
-                tree.route(i, update)
+        sent = dict.fromkeys(peers, 0)
+
+        def train(exchange: Exchange) -> dict[int, Vector]:
+            updates = self._updates(list(exchange.tasks))
+            for i in updates:
                 sent[i] += 1
-            waiting = list(updates)
+            return updates
+
+        drive(self._rounds.route(self.t, peers), train)
         return sent
 
     def _model(self, v: int) -> Vector:

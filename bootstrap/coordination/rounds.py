@@ -9,9 +9,9 @@ number of a model, None for an answer of no use. Who did not answer is not in th
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from bootstrap.coordination import ifca
 from bootstrap.coordination.cfl import Attempt, ClusteredServer
@@ -47,6 +47,8 @@ class Outcome:
     attempts: Sequence[Attempt] = field(default=())
 
 
+Answering = Callable[[Exchange], Answers]
+Ended = TypeVar("Ended")
 Exchanges = Generator[Exchange, Answers, None]
 Round = Generator[Exchange, Answers, Outcome | None]
 
@@ -122,7 +124,7 @@ class ModelRounds:
     ) -> Round:
         """Let those who take part choose and train, and all who are there choose anew."""
         if not self._drawn:
-            yield from self._draw(there)
+            yield from self.draw_models(there)
         # In round 1 all have chosen by the initial models, but for who has just come.
         yield from self.settle(t, [i for i in taking_part if t > 1 or not self.settled(i)])
         trained = {i: self.places[i] for i in taking_part if self.settled(i)}
@@ -142,8 +144,8 @@ class ModelRounds:
             answers = yield self._exchange(Work.CHOOSE, t, dict.fromkeys(peers))
             self.places |= _choices(answers)
 
-    def _draw(self, peers: Sequence[int]) -> Exchanges:
-        """Draw c models until each is some peer's best.
+    def draw_models(self, peers: Sequence[int]) -> Exchanges:
+        """Draw c models until each is the best of one of `peers`.
 
         [choice] All c are drawn anew, not the idle ones alone; of draws that all leave some idle,
         the first with the fewest counts; everybody is asked, however few take part in a round.
@@ -197,7 +199,7 @@ class ClusterRounds:
         """Bring those who take part to leaves, average their updates there, and split."""
         for i in there:
             self.server.tree.admit(i)
-        heard = yield from self._route(t, taking_part)
+        heard = yield from self.route(t, taking_part)
         leaves = {i: self.places[i] for i in taking_part if self.settled(i)}
         answers = yield self._exchange(t, leaves)
         heard |= answers.keys()
@@ -211,10 +213,13 @@ class ClusterRounds:
         """Bring `peers` to leaves, each by its updates."""
         for i in peers:
             self.server.tree.admit(i)
-        yield from self._route(t, peers)
+        yield from self.route(t, peers)
 
-    def _route(self, t: int, peers: Iterable[int]) -> Generator[Exchange, Answers, set[int]]:
-        """Bring `peers` to leaves; return who answered. One whose update does not arrive stays."""
+    def route(self, t: int, peers: Iterable[int]) -> Generator[Exchange, Answers, set[int]]:
+        """Bring `peers` to leaves by their updates of round t; return who answered.
+
+        One whose update does not arrive stays where it is.
+        """
         heard: set[int] = set()
         waiting = list(peers)
         while waiting := [i for i in waiting if not self.settled(i)]:
@@ -228,6 +233,17 @@ class ClusterRounds:
 
     def _exchange(self, t: int, nodes: Mapping[int, int]) -> Exchange:
         return _exchange(Work.TRAIN, t, self.version, nodes)
+
+
+def drive(exchanges: Generator[Exchange, Answers, Ended], answer: Answering) -> Ended:
+    """Run exchanges to their end where nothing is lost on the way, and return how they ended."""
+    try:
+        exchange = next(exchanges)
+        while True:
+            exchange = exchanges.send(answer(exchange))
+    except StopIteration as end:
+        ended: Ended = end.value
+        return ended
 
 
 def _exchange(
