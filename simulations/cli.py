@@ -236,6 +236,15 @@ def compare(
     attackers: Attackers = 0.2,
     attack_scale: AttackScale = None,
     feign: Feign = False,
+    baseline: Annotated[
+        bool, typer.Option(help="Run local too, and count the peers that do better alone.")
+    ] = True,
+    evaluate_every: Annotated[
+        int | None,
+        typer.Option(
+            help="Rounds from one evaluation to the next; a 20th of all if not given.", min=1
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory of all runs; runs/NAME-compare if not given.")
     ] = None,
@@ -254,6 +263,8 @@ def compare(
                 "scenarios say for themselves who attacks, and run with built-in things on the cpu",
                 "leave these options out: methods, --seeds and --set remain",
             )
+        if evaluate_every or not baseline:
+            raise UserError("--evaluate-every and --no-baseline are for plans, not for scenarios")
         grid = [f"plan.method={methods}", f"plan.seed={seeds}", *(variations or [])]
         sweep_scenario(found, grid, {}, out, processes=None)
         return
@@ -267,6 +278,8 @@ def compare(
         equipment=Equipment(
             False, exact, device.value, data, model, _threat(attack, attackers, attack_scale, feign)
         ),
+        baseline=baseline,
+        evaluate_every=evaluate_every,
     )
 
 

@@ -44,11 +44,14 @@ def compare(
     out: Path,
     *,
     equipment: Equipment,
+    baseline: bool = True,
+    evaluate_every: int | None = None,
 ) -> list[Line]:
     """Run what is not finished, print the table, and write it into `out` as CSV and picture.
 
-    `variations` are texts KEY=V1,V2; every combination of their values is a setting. Raises
-    UserError before anything runs when one of them, or a method, cannot be used.
+    `variations` are texts KEY=V1,V2; every combination of their values is a setting. With
+    `baseline`, every peer is compared with what it reaches alone. Raises UserError before anything
+    runs when one of them, or a method, cannot be used.
     """
     check_methods(methods)
     study = Study(
@@ -56,9 +59,12 @@ def compare(
         settings=_settings(variations, equipment),
         variants=[Variant(name, name) for name in dict.fromkeys(methods)],
         seeds=list(dict.fromkeys(seeds)),
+        baseline=baseline,
     )
     console = make_console()
-    lines = run_study(study, out, equipment=equipment, console=console)
+    lines = run_study(
+        study, out, equipment=equipment, evaluate_every=evaluate_every, console=console
+    )
     console.print(study_table(lines))
     table = write_csv(lines, out / "comparison.csv")
     shown = study.cells[0].plan

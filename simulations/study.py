@@ -216,11 +216,14 @@ def run_study(
     out: Path,
     *,
     equipment: Equipment,
+    evaluate_every: int | None = None,
     console: Console | None = None,
 ) -> list[Line]:
     """Run what is not finished of a study in `out`, and return its lines, by setting and variant.
 
-    On a terminal it shows its progress and the time left. Raises UserError for what cannot be run.
+    Peers are evaluated in every `evaluate_every`-th round, by default a twentieth of all, and in
+    the last. On a terminal it shows its progress and the time left. Raises UserError for what
+    cannot be run.
     """
     where = {cell.plan.digest: cell.plan for cell in study.cells}
     if study.baseline:
@@ -232,7 +235,7 @@ def run_study(
     ]
     console = console or Console()
     try:
-        _run_pending(pending, out, equipment, console)
+        _run_pending(pending, out, equipment, evaluate_every, console)
     except KeyboardInterrupt:
         if console.is_terminal:
             console.print(f"stopped; finished runs stay in {out}, and the same command goes on")
@@ -255,7 +258,11 @@ def _finished(run: Path, plan: Plan) -> bool:
 
 
 def _run_pending(
-    pending: Sequence[Plan], out: Path, equipment: Equipment, console: Console
+    pending: Sequence[Plan],
+    out: Path,
+    equipment: Equipment,
+    evaluate_every: int | None,
+    console: Console,
 ) -> None:
     columns = (
         TextColumn("{task.description}"),
@@ -282,7 +289,7 @@ def _run_pending(
                 plan,
                 cell_folder(out, plan, equipment),
                 maker=maker,
-                evaluate_every=max(1, plan.rounds // 20),
+                evaluate_every=evaluate_every or max(1, plan.rounds // 20),
                 progress=_advance(progress, task, plan.n),
             )
 

@@ -226,6 +226,18 @@ def test_a_comparison_is_a_table_a_csv_and_a_picture(
     assert (tmp_path / "comparison.csv").read_text().count("\n") == 5
 
 
+def test_a_comparison_without_local_evaluates_as_often_as_it_is_told(tmp_path: Path) -> None:
+    plan = PLAN.model_copy(update={"rounds": 3})
+    (own,) = compare(
+        plan, ["random"], [0], [], tmp_path,
+        equipment=REFERENCE, baseline=False, evaluate_every=2,
+    )  # fmt: skip
+    assert own.below_local is None
+    (run,) = (tmp_path / studies.CELLS).iterdir()
+    evaluated = {row.t for row in read_metrics(run) if row.accuracy is not None}
+    assert evaluated == {2, 3}
+
+
 @pytest.mark.parametrize(
     ("methods", "variations", "message"),
     [
