@@ -29,6 +29,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="What this peer would run with.")
 app.add_typer(config_app, name="config")
+keys_app = typer.Typer(no_args_is_help=True, help="Who this peer is.")
+app.add_typer(keys_app, name="keys")
 
 HEALTHY_AGE = 15.0
 """Seconds after which a health file is too old: the event loop stands, or the process is gone."""
@@ -197,6 +199,29 @@ def show_config(context: typer.Context) -> None:
     config, flags = context.obj
     settings = PeerSettings.gather(config=config, **flags)
     print(settings.model_dump_json(indent=2))
+
+
+@keys_app.command("new")
+def new_keys(context: typer.Context, state: StateOption = None) -> None:
+    """Make this peer's secret key, in its state directory, and print the id that follows from it.
+
+    A key that is there already is never replaced.
+    """
+    from peer.network.identity import KEY_FILE, IdentityKey
+
+    path = _state_of(context, state) / KEY_FILE
+    key = IdentityKey.generate()
+    key.save(path)
+    print(f"wrote {path}: keep it secret\nid {key.peer}")
+
+
+@keys_app.command("show")
+def show_keys(context: typer.Context, state: StateOption = None) -> None:
+    """Print what others may know of this peer's key."""
+    from peer.network.identity import KEY_FILE, IdentityKey
+
+    key = IdentityKey.load(_state_of(context, state) / KEY_FILE)
+    print(f"id {key.peer}\ncurve {key.curve.public.hex()}")
 
 
 def _state_of(context: typer.Context, state: Path | None) -> Path:

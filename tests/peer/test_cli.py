@@ -219,3 +219,17 @@ def test_replicas_are_healthy_when_all_are(tmp_path: Path) -> None:
     (tmp_path / "replica-2" / "health.json").write_text(json.dumps(now))
     every = command("health", "--state", str(tmp_path))
     assert (every.returncode, every.stdout) == (0, "3 of 3 replicas are alive\n")
+
+
+def test_a_key_is_made_once(tmp_path: Path) -> None:
+    made = command("keys", "new", "--state", str(tmp_path / "p"))
+    assert made.returncode == 0, made.stderr
+    file = tmp_path / "p" / "identity.pem"
+    before = file.read_bytes()
+    assert file.stat().st_mode & 0o777 == 0o600
+    shown = command("keys", "show", "--state", str(tmp_path / "p"))
+    assert made.stdout.splitlines()[-1] == shown.stdout.splitlines()[0]
+    assert "exists" in mistake("keys", "new", "--state", str(tmp_path / "p"))
+    assert file.read_bytes() == before
+    file.chmod(0o644)
+    assert "others can read" in mistake("keys", "show", "--state", str(tmp_path / "p"))
