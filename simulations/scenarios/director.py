@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from simulations.scenarios.script import (
     BecomeMalicious,
@@ -21,7 +21,7 @@ from simulations.scenarios.script import (
 from simulations.scenarios.tables import select
 
 if TYPE_CHECKING:
-    from simulations.scenarios.virtual import VirtualFederation, VirtualPeer
+    from simulations.scenarios.federation import Federation, Member
 
 
 class Director:
@@ -30,7 +30,7 @@ class Director:
     `restarts` tells whether anybody will need its last finished round again.
     """
 
-    def __init__(self, federation: VirtualFederation) -> None:
+    def __init__(self, federation: Federation[Any]) -> None:
         self._federation = federation
         self._people = federation.scenario.people
         self._front = 0
@@ -67,7 +67,7 @@ class Director:
             for event in self._by_round.get(self._front, ()):
                 self._befall(event)
 
-    def meet(self, peer: VirtualPeer, t: int) -> bool:
+    def meet(self, peer: Member, t: int) -> bool:
         """A peer begins round t: what befalls it happens. Return whether it is still there."""
         events = self._met.get(peer.index)
         while events and events[0][0] <= t:
@@ -97,7 +97,7 @@ class Director:
                 for i in self._peers(event):
                     self._befall_peer(event, federation.peers[i])
 
-    def _befall_peer(self, event: Happening, peer: VirtualPeer) -> None:
+    def _befall_peer(self, event: Happening, peer: Member) -> None:
         federation = self._federation
         match event:
             case Kill() | Leave():

@@ -3,14 +3,14 @@
 Every peer lives a round as `peer.rounds` has it: train, publish, hear the candidates, settle, pull
 what is missing, average. What it asks for, when an answer must wait, what is given up and when a
 peer that fell behind catches up are the rules of `peer.exchange` and `peer.rounds`, told as events.
-[choice] Averaging and evaluation take no time; a peer that has finished serves on to the end; the
-progress of others is known without delay.
+[choice] A peer that has finished serves on to the end; the progress of others is known without
+delay.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -23,20 +23,16 @@ from peer.matching.local import Local
 from peer.matching.registry import create_matcher
 from peer.matching.selection import draw
 from peer.matching.similarity import gradient_similarities, loss_similarity
-from peer.merit import precision, recall
 from peer.network.vectors import WIDTH
 from peer.plan import Plan
 from peer.randomness import Purpose, generator
 from peer.rounds import typical
-from peer.rundir import MetricRow, Seconds, TopologyRow
 from simulations.population import SKETCH_PRECISION
 from simulations.scenarios.clock import Clock
-from simulations.scenarios.director import Director
-from simulations.scenarios.learning import Backlog, Judgement, Learning, Rules, Snapshot, Training
-from simulations.scenarios.links import Conditions
+from simulations.scenarios.federation import Federation, Member, make_conditions
+from simulations.scenarios.learning import Learning, Rules, Snapshot, Training
 from simulations.scenarios.scenario import Scenario
-from simulations.scenarios.wire import Wire
-from simulations.scenarios.world import World
+from simulations.scenarios.world import Delays, World
 
 Kind = Literal["probe", "pull", "pull-both", "pull-newest"]
 """Sketches; a model; a model with g; whatever model there is."""
@@ -99,18 +95,12 @@ class Progress:
             self.least += 1
 
 
-@dataclass(eq=False)
-class VirtualPeer:
+@dataclass(eq=False, kw_only=True)
+class VirtualPeer(Member):
     """One peer: what it knows, and where in its round it is."""
 
-    index: int
     matcher: Matcher
-    model: Vector
-    attack: str | None
-    slowness: float = 1.0
     stage: Stage = "away"
-    t: int = 0
-    finished: int = 0
     published: int = 0
     first: int = 1
     known: list[int] = field(default_factory=list)
@@ -125,14 +115,8 @@ class VirtualPeer:
     pulls: int = 0
     heard: dict[int, Snapshot] = field(default_factory=dict)
     models: dict[int, Snapshot] = field(default_factory=dict)
-    sent: int = 0
-    received: int = 0
-    missing: int = 0
-    began: float = 0.0
-    trained: float = 0.0
     saved: Checkpoint | None = None
     resumes: bool = False
-    notes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def reached(self) -> int:
@@ -140,93 +124,49 @@ class VirtualPeer:
         return max(self.published, self.finished)
 
 
-class Finished(NamedTuple):
-    """A round that a peer has finished: its rows, the first but for the scores."""
-
-    metric: MetricRow
-    topology: TopologyRow
-    judgement: Judgement | None
-
-    @property
-    def ready(self) -> bool:
-        """Whether the scores are there, or none are due."""
-        return self.judgement is None or self.judgement.scores is not None
-
-    def rows(self) -> tuple[MetricRow, TopologyRow]:
-        """Return the rows, scores and all."""
-        scores = self.judgement.scores if self.judgement is not None else None
-        if scores is None:
-            return self.metric, self.topology
-        update = {"accuracy": scores.accuracy, "loss": scores.loss}
-        return self.metric.model_copy(update=update), self.topology
-
-
-class VirtualFederation:
-    """The peers of a scenario, over its network and through its script.
-
-    `clock.now` is the virtual time. `lost` counts payload bytes that were sent and did not arrive;
-    all others that were sent are received, or still under way. `models` are w_i^t of every peer.
-    """
+class VirtualFederation(Federation[VirtualPeer]):
+    """Peers among themselves."""
 
     def __init__(self, scenario: Scenario, learning: Learning, *, evaluate_every: int = 1) -> None:
-        self.scenario = scenario
-        self.plan: Plan = scenario.plan
-        self.clock = Clock()
-        self.world = World(scenario, self.clock)
+        plan = scenario.plan
+        peers = [
+            VirtualPeer(
+                index=i,
+                model=learning.initial,
+                attack=device.attack,
+                matcher=_matcher(plan, i),
+            )
+            for i, device in enumerate(scenario.equipment)
+        ]
+        world = World(Clock(), scenario.graph, absent=scenario.absent, delays=Delays.of_swarm(plan))
+        super().__init__(
+            scenario,
+            learning,
+            world=world,
+            conditions=make_conditions(scenario),
+            peers=peers,
+            evaluate_every=evaluate_every,
+        )
         self.world.on_believed = self._drop_the_dead
         self.world.on_reachable = self._ask_again
-        devices = scenario.equipment
-        self.conditions = Conditions(
-            scenario.links,
-            scenario.people,
-            [own.up for own in devices],
-            [own.down for own in devices],
-            self.plan.seed,
-        )
-        self.wire = Wire(self.clock, self.conditions, self.plan.n, self.plan.seed)
-        self.learning = learning
-        self.backlog = Backlog(learning)
-        self.peers = [
-            VirtualPeer(i, self._matcher(i), learning.initial, device.attack)
-            for i, device in enumerate(devices)
-        ]
         self.evidence = self.peers[0].matcher.evidence
         self._rules = Rules.of(self.plan, learning, self.evidence)
         staleness = self.plan.network.staleness
         self._staleness = None if staleness == "async" else staleness
         self._alone = isinstance(self.peers[0].matcher, Local)
         self._lockstep = self.plan.lockstep
-        self._evaluate_every = evaluate_every
-        self._clusters = [*scenario.people.clusters]
         self._progress = Progress()
         self._held: list[VirtualPeer] = []
         self._front = 0
-        self._rows: deque[Finished] = deque()
-        self.lost = 0
-        self._script = Director(self)
 
-    @property
-    def models(self) -> list[Vector]:
-        """w_i^t of every peer, each [e]."""
-        return [peer.model for peer in self.peers]
-
-    def run(self) -> Iterator[tuple[MetricRow, TopologyRow]]:
-        """Yield the rows of every round that a peer finishes, in the order of their ends."""
-        self._script.begin()
+    def _open(self) -> None:
         present = [peer for peer in self.peers if self.world.alive[peer.index]]
         for peer in present:
             self._progress.note(peer.index, 0)
         for peer in present:
             self._begin(peer, 1)
-        while not self._over() and self.clock.step():
-            while self._rows and self._rows[0].ready:
-                yield self._rows.popleft().rows()
-        self.backlog.clear()
-        while self._rows:
-            yield self._rows.popleft().rows()
 
     def _over(self) -> bool:
-        """Tell whether all who are there are done and nobody is to come."""
         return not self._progress and not self._script.awaits
 
     # A round
@@ -241,13 +181,7 @@ class VirtualFederation:
         rng = generator(self.plan.seed, Purpose.CANDIDATES, index=peer.index, t=t)
         peer.candidates = peer.matcher.candidates(t, peer.known, rng)
         peer.training = self.backlog.train(peer.index, t, peer.model)
-        samples = self.plan.training.epochs * self.learning.samples[peer.index]
-        speed = self.scenario.equipment[peer.index].speed
-        seconds = samples / speed * peer.slowness
-        self.clock.after(seconds, self._trained, peer, self._life(peer))
-
-    def _life(self, peer: VirtualPeer) -> int:
-        return self.world.incarnation[peer.index]
+        self.clock.after(self._training_seconds(peer), self._trained, peer, self._life(peer))
 
     def _trained(self, peer: VirtualPeer, life: int) -> None:
         """Publish, once nobody needs the snapshot that falls off the shelf for it."""
@@ -364,7 +298,8 @@ class VirtualFederation:
         if self._script.restarts:
             peer.saved = Checkpoint(peer.t, model, peer.matcher.state())
         self._progress.note(peer.index, peer.t)
-        self._record(peer, mixed.used)
+        bag, notes = peer.matcher.bag, peer.matcher.notes
+        self._record(peer, peer.t, neighbours=mixed.used, bag=bag, notes=notes)
         self._release()
         if peer.t >= self.plan.rounds:
             self._done(peer)
@@ -376,34 +311,6 @@ class VirtualFederation:
     def _done(self, peer: VirtualPeer) -> None:
         peer.stage = "done"
         self._progress.drop(peer.index)
-
-    def _record(self, peer: VirtualPeer, used: list[int]) -> None:
-        t, index, now = peer.t, peer.index, self.clock.now
-        due = t % self._evaluate_every == 0 or t == self.plan.rounds
-        judgement = self.backlog.judge(index, peer.model) if due else None
-        clusters = self._clusters
-        bag = peer.matcher.bag
-        place = {"t": t, "index": index, "cluster": clusters[index]}
-        told = {"attack": peer.attack} if peer.attack is not None else {}
-        metric = MetricRow(
-            **place,
-            precision=precision(bag, index, clusters),
-            recall=recall(bag, index, clusters),
-            bag_size=len(bag),
-            payload_sent=peer.sent,
-            payload_received=peer.received,
-            missing=peer.missing,
-            seconds=Seconds(
-                train=peer.trained - peer.began,
-                match=now - peer.trained,
-                round=now - peer.began,
-            ),
-            time=now,
-            notes=peer.matcher.notes | peer.notes | told,
-        )
-        peer.notes = {}
-        topology = TopologyRow(**place, neighbours=used, bag=sorted(bag))
-        self._rows.append(Finished(metric, topology, judgement))
 
     # Exchanges
 
@@ -569,7 +476,6 @@ class VirtualFederation:
                     self._request(peer, exchange)
 
     def stop(self, peer: VirtualPeer, *, farewell: bool) -> None:
-        """End a peer's process; it has its last finished round, and no more."""
         if not self.world.alive[peer.index]:
             return
         for exchange in peer.asked.values():
@@ -589,10 +495,9 @@ class VirtualFederation:
         self.wire.forget(peer.index)
 
     def start(self, peer: VirtualPeer) -> None:
-        """Start a peer's process, for the first time or after its last finished round."""
         if self.world.alive[peer.index]:
             return
-        peer.matcher = self._matcher(peer.index)
+        peer.matcher = _matcher(self.plan, peer.index)
         if peer.saved is not None:
             peer.model = peer.saved.model
             peer.matcher.restore(peer.saved.matcher)
@@ -656,17 +561,6 @@ class VirtualFederation:
             self._serve(peer, exchange)
         self._release()
 
-    # What the script does
 
-    def become(
-        self, peer: VirtualPeer, *, cluster: int | None = None, attack: str | None = None
-    ) -> None:
-        """The peer's data become those of another cluster, or it begins to lie."""
-        self.backlog.clear()  # what began before has been with the old data
-        if cluster is not None:
-            self._clusters[peer.index] = cluster
-        peer.attack = peer.attack if attack is None else attack
-        self.learning.hold(peer.index, self._clusters[peer.index], peer.attack)
-
-    def _matcher(self, i: int) -> Matcher:
-        return create_matcher(self.plan.method, MatcherSettings.from_plan(self.plan, i))
+def _matcher(plan: Plan, i: int) -> Matcher:
+    return create_matcher(plan.method, MatcherSettings.from_plan(plan, i))

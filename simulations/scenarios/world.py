@@ -9,12 +9,15 @@ are known at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from peer.network.swarm import STEADY
 from peer.plan import Plan
 from simulations.scenarios.clock import Clock
-from simulations.scenarios.scenario import Scenario
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 REUNION = STEADY
 """Seconds in which the sides of a healed partition find each other: a look for lost peers."""
@@ -27,30 +30,42 @@ def detection_seconds(plan: Plan) -> float:
     return network.probe_interval + network.probe_timeout + suspicion
 
 
+class Delays(NamedTuple):
+    """Seconds until it is known that a node has died, that the network has fallen apart, and that
+    it is whole again."""
+
+    death: float
+    partition: float
+    reunion: float
+
+    @classmethod
+    def of_swarm(cls, plan: Plan) -> Self:
+        """Return those of peers among themselves."""
+        return cls(detection_seconds(plan), detection_seconds(plan), REUNION)
+
+
 class World:
-    """The n peers of a scenario as they are, and as they take each other to be.
+    """The nodes of `graph`, 0 to n - 1, as they are, and as they take each other to be.
 
     `alive` and `incarnation` [n] are the truth. `on_believed` is called when beliefs have changed,
-    `on_reachable` when peers may reach each other that could not.
+    `on_reachable` when nodes may reach each other that could not.
     """
 
-    def __init__(self, scenario: Scenario, clock: Clock) -> None:
-        plan = scenario.plan
-        self._clock = clock
-        self._detection = detection_seconds(plan)
-        self.n = plan.n
-        self.alive = [i not in scenario.absent for i in range(plan.n)]
-        self.incarnation = [0] * plan.n
+    def __init__(
+        self, clock: Clock, graph: nx.Graph[int], *, absent: Collection[int], delays: Delays
+    ) -> None:
+        self.clock = clock
+        self._delays = delays
+        self.n = len(graph)
+        self.alive = [i not in absent for i in range(self.n)]
+        self.incarnation = [0] * self.n
         self._first_round: dict[int, int] = {}
-        self._linked: list[frozenset[int]] = [
-            frozenset(scenario.graph.neighbors(i)) for i in range(plan.n)
-        ]
-        self._neighbours = [sorted(linked) for linked in self._linked]
-        self._side = [0] * plan.n
+        self._neighbours = [sorted(graph.neighbors(i)) for i in range(self.n)]
+        self._side = [0] * self.n
         self._partitions = 0
         self._present = self.alive.copy()
         self._believed_side = self._side
-        self._whole = not scenario.absent
+        self._whole = not absent
         self._version = 0
         self._views: dict[int, tuple[int, list[int]]] = {}
         self.on_believed: Callable[[], None] = _nothing
@@ -87,7 +102,7 @@ class World:
     def vanish(self, i: int) -> None:
         """Peer i is gone without a word."""
         self._end(i)
-        self._clock.after(self._detection, self._miss, i, self.incarnation[i])
+        self.clock.after(self._delays.death, self._miss, i, self.incarnation[i])
 
     def leave(self, i: int) -> None:
         """Peer i has taken its leave."""
@@ -106,13 +121,13 @@ class World:
         """Peers of different sides [n] no longer reach each other."""
         self._side = list(sides)
         self._partitions += 1
-        self._clock.after(self._detection, self._believe_sides, self._partitions)
+        self.clock.after(self._delays.partition, self._believe_sides, self._partitions)
 
     def heal(self) -> None:
         """All who are there reach each other."""
         self._side = [0] * self.n
         self._partitions += 1
-        self._clock.after(REUNION, self._believe_sides, self._partitions)
+        self.clock.after(self._delays.reunion, self._believe_sides, self._partitions)
         self.on_reachable()
 
     def _end(self, i: int) -> None:
