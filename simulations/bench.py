@@ -8,6 +8,7 @@ slower.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
@@ -63,6 +64,7 @@ def settings(models: Sequence[str], sizes: Sequence[int]) -> Iterator[Plan]:
 def run_bench(
     models: Sequence[str] = ("mlp", "lenet", "cnn"),
     sizes: Sequence[int] = (20, 100, 1000),
+    precisions: Sequence[str] = ("float32",),
     *,
     repeats: int = 5,
     workers: int | None = None,
@@ -71,24 +73,32 @@ def run_bench(
 ) -> list[BenchRow]:
     """Measure every setting and return a row for each.
 
-    A row has model, e, n, l, k, device, precision, workers; client_rounds_per_s and
-    naive_client_rounds_per_s (local training alone, which is all that the naive loop does) and
-    their ratio_naive; ratio_naive_cpu, the same of the time that processes had a core, which other
-    users of the machine disturb less; peak_share, of the machine's matrix products, all workers
-    together; round_s, a whole round's, and shares of it {train, match, aggregate, evaluate};
-    memory_mb; load, the average number of processes that wanted a core meanwhile. `progress` is
+    A row has model, e, n, l, k, device, precision (of the engine's products), workers;
+    client_rounds_per_s and naive_client_rounds_per_s (local training alone, which is all that the
+    naive loop does, in float32) and their ratio_naive; ratio_naive_cpu, the same of the time that
+    processes had a core, which other users of the machine disturb less; peak_share, of the
+    machine's matrix products in that precision, all workers together; round_s, a whole round's,
+    and shares of it {train, match, aggregate, evaluate}; memory_mb; load, the average number of
+    processes that wanted a core meanwhile. `progress` is
     told what comes next. Raises UserError when the data or the device are not there.
     """
     rows = []
-    for plan in settings(models, sizes):
+    for plan, precision in itertools.product(settings(models, sizes), precisions):
         matching = plan.matching
-        progress(f"{plan.model}, n = {plan.n}, l = {matching.l}, k = {matching.k}")
-        rows.append(measure(plan, repeats=repeats, workers=workers, device=device))
+        progress(f"{plan.model}, n = {plan.n}, l = {matching.l}, k = {matching.k}, {precision}")
+        rows.append(
+            measure(plan, repeats=repeats, workers=workers, device=device, precision=precision)
+        )
     return rows
 
 
 def measure(
-    plan: Plan, *, repeats: int = 5, workers: int | None = None, device: str = "cpu"
+    plan: Plan,
+    *,
+    repeats: int = 5,
+    workers: int | None = None,
+    device: str = "cpu",
+    precision: str = "float32",
 ) -> BenchRow:
     """Measure one plan: see `run_bench`."""
     dataset = load_dataset(plan.data, seed=plan.seed)
@@ -96,7 +106,9 @@ def measure(
     torch.set_num_threads(1)
     rounds: list[dict[str, float]] = []
     naive, naive_cpu, peak = math.inf, math.inf, 0.0
-    with Laboratory(plan, plan.method, workers=workers, device=device) as laboratory:
+    with Laboratory(
+        plan, plan.method, workers=workers, device=device, precision=precision
+    ) as laboratory:
         engine = laboratory.engine
         laboratory.step()  # what is made on first use is made here
         for _ in range(repeats):
@@ -117,7 +129,7 @@ def measure(
             "l": plan.matching.l,
             "k": plan.matching.k,
             "device": device,
-            "precision": "float32",
+            "precision": precision,
             "workers": engine.workers,
             "client_rounds_per_s": plan.n / best["train"],
             "naive_client_rounds_per_s": 1 / naive,
@@ -200,14 +212,14 @@ def training_flops(plan: Plan, dataset: Dataset) -> int:
 def bench_table(rows: Sequence[BenchRow]) -> str:
     """Return the rows as a Markdown table."""
     head = (
-        "model | n | l | k | client-rounds/s | naive | ratio | by CPU time | of peak | round, s "
-        "| train | match | aggregate | evaluate | MiB | load"
+        "model | n | l | k | precision | client-rounds/s | naive | ratio | by CPU time | of peak "
+        "| round, s | train | match | aggregate | evaluate | MiB | load"
     )
     lines = [f"| {head} |", "|" + "---|" * (head.count("|") + 1)]
     for row in rows:
         shares = " | ".join(f"{100 * share:.1f} %" for share in row["shares"].values())
         lines.append(
-            f"| {row['model']} | {row['n']} | {row['l']} | {row['k']} "
+            f"| {row['model']} | {row['n']} | {row['l']} | {row['k']} | {row['precision']} "
             f"| {row['client_rounds_per_s']:.1f} | {row['naive_client_rounds_per_s']:.1f} "
             f"| {row['ratio_naive']:.2f} | {row['ratio_naive_cpu']:.2f} "
             f"| {100 * row['peak_share']:.0f} % | {row['round_s']:.3f} "

@@ -45,6 +45,13 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
+class Precision(StrEnum):
+    """What the laboratory's products take."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
 PlanFile = Annotated[Path, typer.Argument(help="Plan file.")]
 ScenarioFile = Annotated[
     Path, typer.Argument(help="Scenario file, or the name of one that simulate list shows.")
@@ -62,6 +69,10 @@ Exact = Annotated[
     typer.Option("--exact", help="Train one peer at a time: bit by bit as live peers, slower."),
 ]
 OnDevice = Annotated[Device, typer.Option(help="Where to compute.")]
+InPrecision = Annotated[
+    Precision,
+    typer.Option(help="What the laboratory's products take: bfloat16 is faster and rounds more."),
+]
 AttackName = Annotated[
     str | None,
     typer.Option("--attack", help="What some peers do, in the laboratory (simulate attacks)."),
@@ -136,6 +147,7 @@ def run(
     model: ModelPath = None,
     exact: Exact = False,
     device: OnDevice = Device.CPU,
+    precision: InPrecision = Precision.FLOAT32,
     modules: Modules = None,
     attack: AttackName = None,
     attackers: Attackers = 0.2,
@@ -173,7 +185,7 @@ def run(
             found,
             {f"plan.{key}": value for key, value in changes.items()},
             out,
-            equipment=Equipment(False, exact, device.value, data, model),
+            equipment=Equipment(False, exact, device.value, data, model, precision=precision.value),
             animate=animate,
         )
         return
@@ -184,21 +196,26 @@ def run(
         )
     chosen = changed(Plan.load(plan), changes)
     target = out or Path("runs") / f"{chosen.name}-{chosen.method}"
-    in_laboratory = bool(exact or data or model or modules or attack) or device is not Device.CPU
+    in_laboratory = (
+        bool(exact or data or model or modules or attack)
+        or device is not Device.CPU
+        or precision is not Precision.FLOAT32
+    )
     if backend is None:
         central = in_laboratory or chosen.method in CENTRAL
         backend = Backend.LABORATORY if central else Backend.PROCESSES
     if backend is Backend.PROCESSES:
         if in_laboratory:
             raise UserError(
-                "--exact, --data, --model, --import, --attack and --device are for the laboratory",
+                "--exact, --data, --model, --import, --attack, --device and --precision are for "
+                "the laboratory",
                 "use --backend laboratory",
             )
         summary = run_processes(chosen, target)
     else:
         reference = backend is Backend.ONE_PROCESS
         threat = _threat(attack, attackers, attack_scale, feign)
-        equipment = Equipment(reference, exact, device.value, data, model, threat)
+        equipment = Equipment(reference, exact, device.value, data, model, threat, precision.value)
         with PopulationMaker(equipment) as maker:
             summary = run_population(chosen, target, maker=maker)
     Console(highlight=False).print(comparison_table([(backend.value, summary)]))
@@ -231,6 +248,7 @@ def compare(
     model: ModelPath = None,
     exact: Exact = False,
     device: OnDevice = Device.CPU,
+    precision: InPrecision = Precision.FLOAT32,
     modules: Modules = None,
     attack: AttackName = None,
     attackers: Attackers = 0.2,
@@ -258,7 +276,10 @@ def compare(
 
     import_methods(modules)
     if is_scenario(found := find(plan)):
-        if attack or exact or data or model or modules or device is not Device.CPU:
+        if (
+            attack or exact or data or model or modules
+            or device is not Device.CPU or precision is not Precision.FLOAT32
+        ):  # fmt: skip
             raise UserError(
                 "scenarios say for themselves who attacks, and run with built-in things on the cpu",
                 "leave these options out: methods, --seeds and --set remain",
@@ -276,7 +297,13 @@ def compare(
         variations or [],
         out or Path("runs") / f"{chosen.name}-compare",
         equipment=Equipment(
-            False, exact, device.value, data, model, _threat(attack, attackers, attack_scale, feign)
+            False,
+            exact,
+            device.value,
+            data,
+            model,
+            _threat(attack, attackers, attack_scale, feign),
+            precision.value,
         ),
         baseline=baseline,
         evaluate_every=evaluate_every,
@@ -413,6 +440,7 @@ def paper(
     ] = None,
     exact: Exact = False,
     device: OnDevice = Device.CPU,
+    precision: InPrecision = Precision.FLOAT32,
     out: Annotated[
         Path | None, typer.Option(help="Directory of all runs; runs/paper-TABLE if not given.")
     ] = None,
@@ -433,7 +461,7 @@ def paper(
         full=full,
         seeds=None if seeds is None else parse_seeds(seeds),
         overrides=overrides or [],
-        equipment=Equipment(False, exact, device.value),
+        equipment=Equipment(False, exact, device.value, precision=precision.value),
     )
 
 
@@ -446,6 +474,9 @@ def bench(
     sizes: Annotated[
         str, typer.Option(help="Numbers of peers, separated by commas.")
     ] = "20,100,1000",
+    precisions: Annotated[
+        str, typer.Option(help="Of the products: float32, bfloat16, or both, separated by commas.")
+    ] = "float32",
     repeats: Annotated[int, typer.Option(min=1, help="Measurements; medians count.")] = 5,
     workers: Annotated[
         int | None, typer.Option(min=0, help="Worker processes; a core each if not given.")
@@ -473,11 +504,15 @@ def bench(
         raise UserError(f"--sizes {sizes} is not a list of numbers", "write 20,100,1000") from None
     if min(numbers) < 2:
         raise UserError(f"--sizes {sizes}: a population has at least 2 peers")
+    chosen = precisions.split(",")
+    if unknown := set(chosen) - set(Precision):
+        raise UserError(f"no precision {sorted(unknown)[0]!r}", f"there are {', '.join(Precision)}")
     if table is not None:
         table.touch()  # to fail now, not after all the measuring
     rows = run_bench(
         names,
         numbers,
+        chosen,
         repeats=repeats,
         workers=workers,
         device=device.value,

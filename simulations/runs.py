@@ -112,7 +112,8 @@ class Equipment:
     `exact`: it trains one peer at a time as a device does, so that the results are bit by bit those
     of live peers in lockstep. `data` is a spec of what is dealt to the peers instead of the plan's,
     `model` the import path of a factory for plans whose model is custom. `threat` says which peers
-    attack and how; those of `local` cannot, as they exchange nothing.
+    attack and how; those of `local` cannot, as they exchange nothing. `precision` is that of the
+    engine's products, float32 or bfloat16.
     """
 
     reference: bool = False
@@ -121,12 +122,18 @@ class Equipment:
     data: str | None = None
     model: str | None = None
     threat: Threat | None = None
+    precision: str = "float32"
 
     def check(self, plan: Plan) -> None:
         """Raise UserError when `plan` cannot be run with it, before anything is."""
         check_plan(plan, central=True, data=self.data)
         if plan.data == OWN and self.data is None:
             raise UserError("the plan wants each peer's own data", "name some to deal: --data SPEC")
+        if self._mixed and (self.exact or self.reference):
+            raise UserError(
+                f"live peers train in float32, and so does what repeats them: not {self.precision}",
+                "leave out --precision, or --exact and --backend one-process",
+            )
         if threat := self.threat_to(plan):
             threat.attackers(plan)
 
@@ -134,9 +141,17 @@ class Equipment:
         """Return the threat to a run of `plan`, if there is one."""
         return None if plan.method == "local" else self.threat
 
+    @property
+    def _mixed(self) -> bool:
+        return self.precision != "float32"
+
     def label(self, plan: Plan) -> str:
         """What tells results of a plan apart that other equipment computed; empty for the usual."""
-        parts = {"exact": self.exact or self.reference, self.device: self.device != "cpu"}
+        parts = {
+            "exact": self.exact or self.reference,
+            self.device: self.device != "cpu",
+            self.precision: self._mixed,
+        }
         names = [name for name, holds in parts.items() if holds]
         if local := f"{self.data or ''} {self.model or ''}".strip():
             names.append(hashlib.sha256(local.encode()).hexdigest()[:8])
@@ -245,6 +260,7 @@ class PopulationMaker:
                 model=self.equipment.model,
                 exact=self.equipment.exact,
                 device=self.equipment.device,
+                precision=self.equipment.precision,
                 holdings=holdings,
             )
             self._serves = serves
@@ -262,7 +278,8 @@ def run_population(
     """Run `plan` by the engine, or by what `maker` makes; return the summary of the run in `out`.
 
     An earlier run in `out` is replaced; a `maker` that is given stays open.
-    The summary says in `bytes_moved` how much of models and evidence was carried, each byte once.
+    The summary says in `bytes_moved` how much of models and evidence was carried, each byte once,
+    and in `products` in which precision they were computed.
     """
     own = PopulationMaker() if maker is None else nullcontext(maker)
     equipment = Equipment() if maker is None else maker.equipment
@@ -285,7 +302,7 @@ def run_population(
                 progress(plan.method, last[0].t)
         if plan.method == "cfl":
             _keep_tree(population, out)
-        extra: dict[str, Any] = _traffic(plan, last)
+        extra: dict[str, Any] = {**_traffic(plan, last), "products": equipment.precision}
         if threat is not None:
             extra |= {"attack": threat.label, "attackers": attackers, "chosen": chosen.share}
             extra |= _harm(plan, threat, population.models, equipment)

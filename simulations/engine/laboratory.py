@@ -52,6 +52,7 @@ class Laboratory:
         workers: int | None = None,
         exact: bool = False,
         device: str = "cpu",
+        precision: str = "float32",
         data: str | None = None,
         model: str | None = None,
         engine: Engine | None = None,
@@ -75,6 +76,7 @@ class Laboratory:
             workers=workers,
             exact=exact,
             device=device,
+            precision=precision,
             holdings=poisoned_holdings(plan, threat),
         )
         self.engine.reset()

@@ -6,6 +6,10 @@ that a grouped convolution, a pooling or a batch normalisation of all clients is
 c = 1 is the plain one. The parameters are views of the clients' flat rows (the layout of
 `peer.learning.learner.Manifest`), and a backward pass adds gradients to mu times the velocity
 directly. Whoever adds a layer: one class, one line in `_BUILDERS`, and one in the tests.
+
+In mixed precision (Micikevicius et al. 2018) products and convolutions take, and activations are,
+bfloat16; parameters, velocities, statistics and the output layer are float32. Its exponents are
+those of float32, so that no loss needs scaling.
 """
 
 from __future__ import annotations
@@ -49,11 +53,16 @@ class Layer:
     """
 
     parametric = False
+    rounds = False
+    """Whether its products take bfloat16 (what `mixed` makes of a layer)."""
     alike_sizes = False
     """Whether the clients of a chunk must have batches of one size (padding would count)."""
 
-    def bind(self, rows: Tensor, velocity: Tensor | None) -> None:
-        """Take the parameters from `rows` [c, e] and the velocities from [c, trainable]."""
+    def bind(self, rows: Tensor, velocity: Tensor | None, operands: Tensor) -> None:
+        """Take the parameters from `rows` [c, e] and the velocities from [c, trainable].
+
+        `operands` [c, e] are the parameters as products take them: `rows`, or their rounding.
+        """
 
     def forward(self, x: Tensor, context: Context | None) -> Tensor:
         """Return the layer's output; evaluation mode without a context."""
@@ -75,9 +84,11 @@ class _Parameter:
     shape: Shape
     value: Tensor = field(init=False)
     velocity: Tensor = field(init=False)
+    operand: Tensor = field(init=False)
 
-    def bind(self, rows: Tensor, velocity: Tensor | None) -> None:
+    def bind(self, rows: Tensor, velocity: Tensor | None, operands: Tensor) -> None:
         self.value = self._view(rows)
+        self.operand = self._view(operands)
         if velocity is not None:
             self.velocity = self._view(velocity)
 
@@ -103,28 +114,31 @@ class Linear(Layer):
         self._weight, self._bias = weight, bias
 
     @override
-    def bind(self, rows: Tensor, velocity: Tensor | None) -> None:
+    def bind(self, rows: Tensor, velocity: Tensor | None, operands: Tensor) -> None:
         """Take the views of weight [c, out, in] and bias [c, out]."""
         for parameter in filter(None, (self._weight, self._bias)):
-            parameter.bind(rows, velocity)
+            parameter.bind(rows, velocity, operands)
 
     @override
     def forward(self, x: Tensor, context: Context | None) -> Tensor:
         """Return x W^T + b of every client."""
         if context is not None:
             self._x = x
-        weight = self._weight.value.transpose(1, 2)
+        weight = self._weight.operand.transpose(1, 2)
         if self._bias is None:
             return torch.bmm(x, weight)
-        return torch.baddbmm(self._bias.value.unsqueeze(1), x, weight)
+        return torch.baddbmm(self._bias.operand.unsqueeze(1), x, weight)
 
     @override
     def backward(self, dy: Tensor, momentum: float, *, inputs: bool) -> Tensor | None:
-        """The product that makes the gradient adds mu times the velocity by itself."""
-        dx = torch.bmm(dy, self._weight.value) if inputs else None
-        self._weight.velocity.baddbmm_(dy.transpose(1, 2), self._x, beta=momentum)
+        """In float32 the product that makes the gradient adds mu times the velocity by itself."""
+        dx = torch.bmm(dy, self._weight.operand) if inputs else None
+        if self.rounds:
+            self._weight.accumulate(torch.bmm(dy.transpose(1, 2), self._x), momentum)
+        else:
+            self._weight.velocity.baddbmm_(dy.transpose(1, 2), self._x, beta=momentum)
         if self._bias is not None:
-            self._bias.accumulate(dy.sum(dim=1), momentum)
+            self._bias.accumulate(dy.sum(dim=1, dtype=self._bias.velocity.dtype), momentum)
         return dx
 
 
@@ -139,17 +153,17 @@ class Conv2d(Layer):
         self._groups = layer.groups
 
     @override
-    def bind(self, rows: Tensor, velocity: Tensor | None) -> None:
+    def bind(self, rows: Tensor, velocity: Tensor | None, operands: Tensor) -> None:
         """Take the views of weight [c, O, C / groups, k, k] and bias [c, O]."""
         for parameter in filter(None, (self._weight, self._bias)):
-            parameter.bind(rows, velocity)
+            parameter.bind(rows, velocity, operands)
 
     @override
     def forward(self, x: Tensor, context: Context | None) -> Tensor:
         """Return the convolution of every client's channels with its own filters."""
-        weight = self._weight.value.flatten(0, 1)
-        bias = None if self._bias is None else self._bias.value.reshape(-1)
-        groups = self._groups * len(self._weight.value)
+        weight = self._weight.operand.flatten(0, 1)
+        bias = None if self._bias is None else self._bias.operand.reshape(-1)
+        groups = self._groups * len(self._weight.operand)
         if context is not None:
             self._x, self._w = x, weight
         return nn.functional.conv2d(x, weight, bias, *self._geometry, groups)
@@ -161,7 +175,7 @@ class Conv2d(Layer):
         dx, dw, db = _aten.convolution_backward(
             dy, self._x, self._w, [len(self._w)] if biased else None,
             *self._geometry, False, [0, 0],
-            self._groups * len(self._weight.value), [inputs, True, biased],
+            self._groups * len(self._weight.operand), [inputs, True, biased],
         )  # fmt: skip
         self._weight.accumulate(dw, momentum)
         if self._bias is not None:
@@ -220,7 +234,7 @@ class Flatten(Layer):
         self._clients = 1
 
     @override
-    def bind(self, rows: Tensor, velocity: Tensor | None) -> None:
+    def bind(self, rows: Tensor, velocity: Tensor | None, operands: Tensor) -> None:
         """Only the number of clients matters here."""
         self._clients = len(rows)
 
@@ -238,7 +252,7 @@ class Flatten(Layer):
         if not inputs or len(self._shape) == 1:
             return dy if inputs else None
         c, b = dy.shape[:2]
-        return image_batch(dy.view(c, b, *self._shape))
+        return image_batch(dy.view(c, b, *self._shape), dy.dtype)
 
 
 class Dropout(Layer):
@@ -297,12 +311,12 @@ class BatchNorm(Layer):
         self._flat = len(shape) == 1
 
     @override
-    def bind(self, rows: Tensor, velocity: Tensor | None) -> None:
+    def bind(self, rows: Tensor, velocity: Tensor | None, operands: Tensor) -> None:
         """Take the views of the statistics and of weight and bias, each [c, C]."""
         for statistic in (self._mean, self._var):
-            statistic.bind(rows, None)
+            statistic.bind(rows, None, operands)
         for parameter in self._affine:
-            parameter.bind(rows, velocity)
+            parameter.bind(rows, velocity, operands)
 
     @override
     def forward(self, x: Tensor, context: Context | None) -> Tensor:
@@ -341,26 +355,48 @@ class BatchNorm(Layer):
         return y.view(len(y), *self._mean.value.shape).transpose(0, 1) if self._flat else y
 
 
+class Cast(Layer):
+    """The same values in another precision, where layers of two precisions meet."""
+
+    def __init__(self, given: torch.dtype, wanted: torch.dtype) -> None:
+        self._given, self._wanted = given, wanted
+
+    @override
+    def forward(self, x: Tensor, context: Context | None) -> Tensor:
+        """Return x in the precision of the layers behind."""
+        return x.to(self._wanted)
+
+    @override
+    def backward(self, dy: Tensor, momentum: float, *, inputs: bool) -> Tensor | None:
+        """Return the gradient in the precision of the layers before."""
+        return dy.to(self._given) if inputs else None
+
+
 class Stack:
     """A model of c clients: `bind` rows, then `forward`, then `backward`.
 
-    `images` says whether inputs are image batches or vectors (see the module's text);
-    `alike_sizes`, whether the clients of a chunk must have batches of one size.
+    `images` says whether inputs are image batches or vectors (see the module's text), `dtype` in
+    which precision; `alike_sizes`, whether the clients of a chunk must have batches of one size.
     """
 
     def __init__(self, layers: Sequence[Layer], *, images: bool) -> None:
         self._layers = list(layers)
         self.images = images
+        self.dtype = _given(layers)
         self.alike_sizes = any(layer.alike_sizes for layer in self._layers)
         self._first = next(i for i, layer in enumerate(self._layers) if layer.parametric)
 
     def bind(self, rows: Tensor, velocity: Tensor | None = None) -> None:
         """Work on the models `rows` [c, e]; training needs their velocity [c, trainable]."""
+        rounds = any(layer.rounds for layer in self._layers)
+        self._rows, self._rounded = rows, rows.bfloat16() if rounds else rows
         for layer in self._layers:
-            layer.bind(rows, velocity)
+            layer.bind(rows, velocity, self._rounded if layer.rounds else rows)
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """Return the logits [c, b, classes]."""
+        if context is not None and self._rounded is not self._rows:
+            self._rounded.copy_(self._rows)  # which the last step has changed
         for layer in self._layers:
             x = layer.forward(x, context)
         return x
@@ -389,22 +425,22 @@ def losses(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.logsumexp(dim=-1).sub_(chosen)
 
 
-def image_batch(x: Tensor) -> Tensor:
-    """Return clients' images [c, b, C, H, W] as one channels-last batch [b, c * C, H, W], float.
+def image_batch(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return clients' images [c, b, C, H, W] as one channels-last batch [b, c * C, H, W].
 
     The memory is laid out first and permuted then, so that it has channels-last strides even for
     one channel, where torch's own conversion leaves those that make it take the slow path.
     """
     x = x.permute(1, 3, 4, 0, 2)
-    dtype = x.dtype if x.is_floating_point() else torch.float32
     batch = torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
     return batch.flatten(3).permute(0, 3, 1, 2)
 
 
-def compose(module: nn.Module, manifest: Manifest, shape: Shape) -> Stack:
+def compose(module: nn.Module, manifest: Manifest, shape: Shape, *, mixed: bool = False) -> Stack:
     """Return the stack that computes what `module` does for inputs [*shape].
 
-    Raises NotStackableError, which says what is in the way.
+    `mixed`: in mixed precision (see the module's text). Raises NotStackableError, which says what
+    is in the way.
     """
     starts, start = {}, 0
     for entry in manifest.entries:
@@ -437,7 +473,37 @@ def compose(module: nn.Module, manifest: Manifest, shape: Shape) -> Stack:
         raise NotStackableError("the outputs are not vectors of logits")
     if not any(layer.parametric for layer in layers):
         raise NotStackableError("no layer is trained")
-    return Stack(layers, images=images)
+    return Stack(_mixed(layers) if mixed else layers, images=images)
+
+
+def _mixed(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers in mixed precision, a `Cast` before each that wants another than is given.
+
+    [choice] The last product stays in float32: logits of eight bits would tie.
+    """
+    for product in _products(layers)[:-1]:
+        product.rounds = True
+    given, found = _given(layers), list[Layer]()
+    for layer in layers:
+        wanted = next(map(_dtype, _products([layer])), given)
+        if wanted is not given:
+            found.append(Cast(given, wanted))
+            given = wanted
+        found.append(layer)
+    return found
+
+
+def _products(layers: Sequence[Layer]) -> list[Layer]:
+    return [layer for layer in layers if isinstance(layer, Linear | Conv2d)]
+
+
+def _dtype(product: Layer) -> torch.dtype:
+    return torch.bfloat16 if product.rounds else torch.float32
+
+
+def _given(layers: Sequence[Layer]) -> torch.dtype:
+    """Return the precision of the inputs: that of the first product."""
+    return next(map(_dtype, _products(layers)), torch.float32)
 
 
 def _first_shaped(parts: Sequence[tuple[str, nn.Module]]) -> nn.Module | None:

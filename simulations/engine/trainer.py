@@ -44,16 +44,16 @@ class Table:
     scale: float
 
     def inputs(self, rows: Tensor, stack: Stack) -> Tensor:
-        """Return scaled float32 inputs of rows [c, b], as `stack` takes them.
+        """Return scaled inputs of rows [c, b], as `stack` takes them.
 
         Rows that are alike for all clients (expanded, of stride 0) are read and scaled once.
         """
         c, read = len(rows), rows if rows.stride(0) else rows[:1]
         x = self.x.index_select(0, read.flatten()).view(*read.shape, *self.x.shape[1:])
         if not stack.images:
-            return self._scaled(x.flatten(2).to(torch.float32)).expand(c, -1, -1)
+            return self._scaled(x.flatten(2).to(stack.dtype)).expand(c, -1, -1)
         x = x.permute(0, 1, 4, 2, 3).expand(c, -1, -1, -1, -1)
-        return self._scaled(image_batch(x))
+        return self._scaled(image_batch(x, stack.dtype))
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.scale == 1 else x.mul_(self.scale)

@@ -67,6 +67,8 @@ class Job:
     scale: float
     model: str | None
     stacked: bool
+    mixed: bool
+    """Whether stacks compute in mixed precision."""
     manifest: Manifest
     device: str
     layout: dict[str, Field]
@@ -165,7 +167,8 @@ class Worker:
 
     @cached_property
     def _stack(self) -> Stack:
-        return compose(self._module(), self._job.manifest, self._job.shape)
+        job = self._job
+        return compose(self._module(), job.manifest, job.shape, mixed=job.mixed)
 
     @cached_property
     def _tables(self) -> dict[str, trainer.Table]:
@@ -364,9 +367,11 @@ class Worker:
     # The rest
 
     def peak(self) -> float:
-        """Return the float32 operations a second of the best of a few square matrix products."""
+        """Return the operations a second of the best of a few square matrix products, in the
+        precision of the job."""
         size, best = 1024, math.inf
-        a = torch.ones(size, size, device=self._device)
+        dtype = torch.bfloat16 if self._job.mixed else torch.float32
+        a = torch.ones(size, size, dtype=dtype, device=self._device)
         for _ in range(8):
             start = time.perf_counter()
             (a @ a)[0, 0].item()
@@ -426,11 +431,20 @@ def _activations(module: nn.Module, inputs: Tensor) -> int:
     return sum(counted)
 
 
-def stackable(module: nn.Module, manifest: Manifest, shape: tuple[int, ...]) -> Stack | None:
-    """Return the module's stack; None, and one line of the log, when it takes the other path."""
+def stackable(
+    module: nn.Module, manifest: Manifest, shape: tuple[int, ...], *, mixed: bool
+) -> Stack | None:
+    """Return the module's stack; None, and one line of the log, when it takes the other path.
+
+    Raises UserError when that path is not for it: it has no mixed precision.
+    """
     try:
-        return compose(module, manifest, shape)
+        return compose(module, manifest, shape, mixed=mixed)
     except NotStackableError as reason:
+        if mixed:
+            raise UserError(
+                f"the model cannot be trained in bfloat16: {reason}", "leave out --precision"
+            ) from None
         _tell(f"the model is trained one peer at a time, which is slower: {reason}")
         return None
 

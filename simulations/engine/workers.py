@@ -64,19 +64,22 @@ class Engine:
         workers: int | None = None,
         exact: bool = False,
         device: str = "cpu",
+        precision: str = "float32",
         holdings: Sequence[Holding] | None = None,
     ) -> None:
         """Load and deal the data, and start the workers.
 
         `data` and `model` are a spec and an import path instead of the plan's. `workers`: how many
         processes; one a core if not given; 0 for this process, which a GPU needs. `exact`: train
-        one peer at a time as a device does, bit by bit. `holdings` say what each peer holds, and
-        what else some may `hold` later. Raises UserError.
+        one peer at a time as a device does, bit by bit. `precision` is that of the products'
+        operands where models are stacked, float32 or bfloat16. `holdings` say what each peer
+        holds, and what else some may `hold` later. Raises UserError.
         """
         self.plan = plan
         dataset = load_dataset(data or plan.data, seed=plan.seed, classes=plan.classes)
         shares = Shares.deal(dataset, plan, holdings)
-        self.manifest, initial, stack = _describe(plan, dataset, model, device)
+        mixed = precision == "bfloat16"
+        self.manifest, initial, stack = _describe(plan, dataset, model, device, mixed=mixed)
         self.stacked = stack is not None and not exact
         channels_last = self.stacked and stack is not None and stack.images
         n, e, trainable = plan.n, self.manifest.size, self.manifest.trainable
@@ -104,7 +107,7 @@ class Engine:
         columns = _ranges(np.ones(e), count)
         jobs = [
             Job(
-                plan, dataset.shape, dataset.classes, dataset.scale, model, self.stacked,
+                plan, dataset.shape, dataset.classes, dataset.scale, model, self.stacked, mixed,
                 self.manifest, device, self._arena.layout, own, part,
             )
             for own, part in zip(peers, columns, strict=True)
@@ -246,7 +249,8 @@ class Engine:
         return scores
 
     def peak(self) -> float:
-        """Return the float32 operations a second of square matrix products on all workers."""
+        """Return the operations a second, in the engine's precision, of square matrix products on
+        all workers."""
         return float(sum(self._crew.everyone("peak")))
 
     def cpu_seconds(self) -> float:
@@ -400,7 +404,7 @@ def _end(connections: list[Connection], processes: list[subprocess.Popen[bytes]]
 
 
 def _describe(
-    plan: Plan, dataset: Dataset, model: str | None, device: str
+    plan: Plan, dataset: Dataset, model: str | None, device: str, *, mixed: bool
 ) -> tuple[Manifest, Vector, Stack | None]:
     """Return the model's manifest, w_0 and its stack, if it has one, by way of peer 0's learner."""
     check_inputs(plan.model, dataset)
@@ -408,11 +412,13 @@ def _describe(
     if plan.model in estimator_learner.KINDS:
         if device != "cpu":
             raise UserError(f"the model {plan.model} runs on the cpu only, not on {device}")
+        if mixed:
+            raise UserError(f"the model {plan.model} has no bfloat16", "leave out --precision")
         learner = estimator_learner.EstimatorLearner(plan.model, data, plan, 0)
         return learner.manifest, learner.initial(), None
     module = build_model(plan.model, dataset.shape, dataset.classes, plan.seed, factory=model)
     torch_learner = TorchLearner(module, data, plan, 0, device=device)
-    stack = stackable(module, torch_learner.manifest, dataset.shape)
+    stack = stackable(module, torch_learner.manifest, dataset.shape, mixed=mixed)
     return torch_learner.manifest, torch_learner.initial(), stack
 
 

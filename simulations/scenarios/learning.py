@@ -159,6 +159,7 @@ class EngineLearning:
             model=equipment.model,
             workers=workers,
             exact=equipment.exact,
+            precision=equipment.precision,
             holdings=holdings,
         )
         first = create_matcher(plan.method, MatcherSettings.from_plan(plan, 0))

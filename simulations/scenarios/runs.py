@@ -67,6 +67,7 @@ def run_scenario(
             "bytes_received": received,
             "bytes_moved": received,
             "bytes_lost": federation.lost,
+            "products": equipment.precision,
             "virtual_s": round(max((row.time for row in last.values()), default=0.0), 3),
             **_honest([*last.values()]),
         }

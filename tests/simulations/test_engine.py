@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,34 @@ def tanh_factory(shape: tuple[int, ...], classes: int) -> nn.Module:
 def failing_factory(shape: tuple[int, ...], classes: int) -> nn.Module:
     """A model that cannot be trained in a worker."""
     return Failing(classes)
+
+
+@pytest.mark.parametrize("model", ["mlp", "lenet"])
+def test_a_round_of_mixed_precision_is_one_of_float32_within_rounding(model: str) -> None:
+    """Relative error of a round's update: a few hundredths, for one step's rounding is 0.004."""
+    plan = make_plan(
+        n=3, model=model, data="fashion-mnist", partition={"clusters": 4, "train_per_peer": 130},
+        training={"batch": 50},
+    )  # fmt: skip
+    updates = []
+    for precision in ("float32", "bfloat16"):
+        with Engine(plan, precision=precision, workers=HERE) as engine:
+            engine.train(1)
+            updates.append(engine.trained - engine.initial)
+    error = np.linalg.norm(updates[1] - updates[0], axis=1) / np.linalg.norm(updates[0], axis=1)
+    assert (error > 1e-4).all()
+    assert (error < 0.1).all()
+
+
+def test_mixed_precision_learns_as_much(pair: Engine) -> None:
+    plan = pair.plan
+    (full,) = deque(Laboratory(plan, "panm-grad", engine=pair).run(), maxlen=1)
+    with Laboratory(plan, "panm-grad", precision="bfloat16", workers=2) as laboratory:
+        (mixed,) = deque(laboratory.run(), maxlen=1)
+    means = [np.mean([row["accuracy"] for row in rows]) for rows in (full, mixed)]
+    assert means[0] > 0.8
+    assert means[1] == pytest.approx(means[0], abs=0.01)
+    assert [row["neighbours"] for row in mixed] == [row["neighbours"] for row in full]
 
 
 class Failing(nn.Module):
@@ -306,6 +335,10 @@ def test_mistakes() -> None:
         Engine(make_plan(n=5000, partition={"train_per_peer": None}), workers=HERE)
     with pytest.raises(UserError, match="device"):
         Engine(make_plan(), device="abacus")
+    with pytest.raises(UserError, match="bfloat16: there is no stacked Tanh"):
+        Engine(make_plan(model="custom"), model=f"{__name__}:tanh_factory", precision="bfloat16")
+    with pytest.raises(UserError, match="sklearn-sgd has no bfloat16"):
+        Engine(make_plan(model="sklearn-sgd"), precision="bfloat16")
 
 
 def test_an_exception_in_a_worker_is_one_error() -> None:

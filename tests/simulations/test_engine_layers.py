@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from statistics import median
 
 import pytest
 import torch
@@ -134,7 +135,7 @@ def clients(name: str, dtype: torch.dtype) -> tuple[list[nn.Module], Stack, Tens
 
 
 def stacked(x: Tensor, stack: Stack) -> Tensor:
-    return image_batch(x) if stack.images else x.flatten(2)
+    return image_batch(x, x.dtype) if stack.images else x.flatten(2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -180,9 +181,57 @@ def test_against_autograd(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(one[0], module(x[i]).detach(), rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_mixed_precision_is_autograd_within_rounding(name: str) -> None:
+    """Of the median client: where a rounding decides between two paths of a gradient, one is off.
+
+    A significand of bfloat16 has 8 bits; a norm of so many roundings stays within a few of 2^-9.
+    """
+    modules, _, rows, manifest = clients(name, torch.float32)
+    shape = MODULES[name][1]
+    stack = compose(modules[0], manifest, shape, mixed=True)
+    x, labels = torch.randn(C, B, *shape), torch.randint(CLASSES, (C, B))
+    velocity = torch.full((C, manifest.trainable), torch.nan)
+    stack.bind(rows, velocity)
+    context = Context([B] * C, [torch.Generator().manual_seed(i) for i in range(C)])
+    logits = stack.forward(stacked(x.to(stack.dtype), stack), context)
+    gradient = loss_gradient(logits, labels, 1 / B)
+    assert logits.dtype == gradient.dtype == torch.float32
+    stack.backward(gradient, 0.0)
+    first = velocity.clone()
+    stack.backward(gradient, 0.5)
+    torch.testing.assert_close(velocity, 1.5 * first, rtol=1e-5, atol=1e-6)
+    of_logits, of_gradients = [], []
+    for i, module in enumerate(modules):
+        torch.manual_seed(i)
+        expected = module.train()(x[i])
+        loss = nn.functional.cross_entropy(expected, labels[i])
+        grads = torch.autograd.grad(loss, list(module.parameters()))
+        of_logits.append(relative_error(logits[i], expected.detach()))
+        of_gradients.append(relative_error(first[i], torch.cat([g.reshape(-1) for g in grads])))
+        torch.testing.assert_close(rows[i], row_of(module, manifest), rtol=0, atol=2e-3)
+    assert max(of_logits) < 0.02
+    assert median(of_gradients) < 0.02
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_only_the_output_layer_of_mixed_precision_takes_float32() -> None:
+    """A weight that bfloat16 does not hold shows in the logits, and one before it does not."""
+    fine = 1 + 2.0**-12
+    module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    stack = compose(module, manifest_of(module), (1,), mixed=True)
+    assert stack.dtype == torch.bfloat16
+    for row, logit in (([fine, 1.0], 1.0), ([1.0, fine], fine)):
+        stack.bind(torch.tensor([row]))
+        assert stack.forward(torch.ones(1, 1, 1, dtype=torch.bfloat16)).item() == logit
+
+
 def test_image_batches_are_channels_last_even_with_one_channel() -> None:
     for c, channels in ((1, 1), (3, 1), (2, 3)):
-        batch = image_batch(torch.zeros(c, B, channels, 8, 8, dtype=torch.uint8))
+        batch = image_batch(torch.zeros(c, B, channels, 8, 8, dtype=torch.uint8), torch.float32)
         assert batch.stride() == (64 * c * channels, 1, 8 * c * channels, c * channels)
         assert batch.dtype == torch.float32
 

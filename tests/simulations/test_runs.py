@@ -160,6 +160,34 @@ def test_the_laboratory_needs_data_to_deal(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("equipment", [{"exact": True}, {"reference": True}])
+def test_what_repeats_live_peers_has_no_other_precision(
+    equipment: dict[str, bool], tmp_path: Path
+) -> None:
+    with (
+        PopulationMaker(Equipment(precision="bfloat16", **equipment)) as maker,
+        pytest.raises(UserError, match="live peers train in float32"),
+    ):
+        run_population(PLAN, tmp_path / "run", maker=maker)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_summary_tells_the_precision_of_products(tmp_path: Path) -> None:
+    with PopulationMaker(Equipment(precision="bfloat16")) as maker:
+        summary = run_population(changed(PLAN, {"rounds": 1}), tmp_path, maker=maker)
+    assert summary["products"] == "bfloat16"
+    assert read_plan(tmp_path) == changed(PLAN, {"rounds": 1})
+
+
+def test_live_peers_have_one_precision(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(PLAN.to_toml())
+    done = simulate(
+        "run", str(tmp_path / "plan.toml"), "--backend", "processes", "--precision", "bfloat16"
+    )
+    assert done.returncode == 2
+    assert "--precision are for the laboratory" in done.stderr
+
+
 def test_processes_have_no_data_of_their_own(tmp_path: Path) -> None:
     for own in ({"data": "own"}, {"model": "custom"}):
         with pytest.raises(UserError, match="neither data nor a model"):

@@ -169,9 +169,10 @@ def test_other_equipment_has_runs_of_its_own() -> None:
         cell_folder(Path("out"), PLAN, equipment)
         for equipment in (
             Equipment(), Equipment(exact=True), Equipment(device="cuda"), Equipment(data="digits"),
+            Equipment(precision="bfloat16"),
         )
     }  # fmt: skip
-    assert len(folders) == 4
+    assert len(folders) == 5
     assert cell_folder(Path("out"), PLAN, REFERENCE) == cell_folder(
         Path("out"), PLAN, Equipment(exact=True)
     )
