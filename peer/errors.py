@@ -32,6 +32,10 @@ class VersionError(ProtocolError):
     """A message of another version of the protocol."""
 
 
+class ForgedError(ProtocolError):
+    """What a peer sent contradicts what it sent before."""
+
+
 class RefusedError(PanmeshError):
     """Another node answered a request with a refusal; `reason` is its machine-readable word."""
 

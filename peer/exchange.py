@@ -16,11 +16,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from peer.errors import ProtocolError, RefusedError, UnreachableError
+from peer.errors import ForgedError, ProtocolError, RefusedError, UnreachableError
 from peer.learning.learner import Vector
 from peer.matching.base import Evidence
 from peer.matching.similarity import GradientEvidence
 from peer.matching.sketch import CountSketch
+from peer.network.limits import Allowance
 from peer.network.messages import (
     Await,
     Model,
@@ -34,9 +35,10 @@ from peer.network.messages import (
     State,
     Status,
 )
+from peer.network.score import Offence
 from peer.network.swarm import Swarm
 from peer.network.transport import Buffer, Transport
-from peer.network.vectors import decode_vector, encode_vector, split
+from peer.network.vectors import WIDTH, decode_vector, encode_vector, split
 from peer.plan import Plan
 
 PATIENCE = 5.0
@@ -185,6 +187,9 @@ class Exchange:
         self._pulls = asyncio.Semaphore(PULLS_AT_ONCE)
         self._deadline = 0.0
         self._overdue: set[tuple[int, str]] = set()
+        values = initial.size + (trainable if plan.matching.evidence == "exact" else 0)
+        size = values * WIDTH[plan.network.precision]
+        transport.allow(Allowance.of_snapshots(size, plan.network.history))
         self.tally = Tally()
 
     def begin_round(self) -> None:
@@ -295,7 +300,7 @@ class Exchange:
 
         async def ask() -> Received:
             network = self._plan.network
-            width = 4 if network.precision == "float32" else 2
+            width = WIDTH[network.precision]
             expected = [self._initial.size * width, self._trainable * width if gradient else 0]
             async with self._pulls:
                 reply, chunks = await self._ask(
@@ -339,7 +344,7 @@ class Exchange:
                 if max(reply.status.published, reply.status.finished) > self._plan.rounds:
                     raise ProtocolError(f"beyond round {self._plan.rounds}")
             except ProtocolError as error:
-                self._swarm.misbehaved(index, str(error))
+                self._swarm.misbehaved(index, str(error), Offence.MALFORMED)
                 deaf.add(index)
             except (RefusedError, UnreachableError):
                 pass  # busy, starting or gone: membership says which of it before long
@@ -366,7 +371,7 @@ class Exchange:
     def _behind(self, round_: int) -> set[int]:
         return {
             index
-            for index in self._swarm.known(round_)
+            for index in self._swarm.trusted(round_)
             if (member := self._swarm.member(index)) and member.status.finished < round_
         } - {index for index, _ in self._overdue}
 
@@ -435,7 +440,9 @@ class Exchange:
             try:
                 return await ask()
             except ProtocolError as error:
-                self._swarm.misbehaved(index, str(error))
+                forged = isinstance(error, ForgedError)
+                offence = Offence.FORGED if forged else Offence.MALFORMED
+                self._swarm.misbehaved(index, str(error), offence)
                 return None
             except RefusedError as refusal:
                 if refusal.reason not in (Reason.NOT_YET, Reason.BUSY):
@@ -458,7 +465,7 @@ class Exchange:
                 raise ProtocolError(f"a snapshot of round {got}, not {wanted}")
 
     def _check_sketch(self, drift: Vector, sketches: GradientEvidence) -> None:
-        """Raise ProtocolError when a pulled model contradicts the sketch of h that came before.
+        """Raise ForgedError when a pulled model contradicts the sketch of h that came before.
 
         g has no such check: only its owner knows w^{t-1}.
         """
@@ -469,7 +476,7 @@ class Exchange:
         ]
         scale = float(np.linalg.norm(self._initial)) + float(np.linalg.norm(drift))
         if difference > 4 * rounding * scale + 1e-6:
-            raise ProtocolError("the model contradicts its sketch")
+            raise ForgedError("the model contradicts its sketch")
 
 
 async def _run(awaitable: Awaitable[Item]) -> Item:

@@ -293,6 +293,11 @@ class NetworkPlan(_Table):
     norm_limit: float = Field(
         default=1e6, gt=0, description="a received model of a larger Euclidean norm is dropped"
     )
+    ban_score: float = Field(
+        default=100.0,
+        gt=0,
+        description="points of offences from which a peer is left out of exchanges for a while",
+    )
 
 
 class Plan(_Table):

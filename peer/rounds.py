@@ -271,7 +271,7 @@ class Rounds:
         await self._advance(self.shelf.status.model_copy(update={"finished": t - 1}))
 
     def _advisers(self, t: int) -> list[int]:
-        known = self.swarm.known(self.plan.rounds)
+        known = self.swarm.trusted(self.plan.rounds)
         bag = [index for index in known if index in self._matcher.bag]
         if bag:
             return bag
@@ -281,7 +281,9 @@ class Rounds:
     async def _round(self, t: int) -> None:
         """Round t of Algorithm 1: train, publish, match, aggregate."""
         clock = Clock()
-        known = self.swarm.known(t)
+        known = self.swarm.trusted(t)
+        if left_out := self.swarm.left_out():
+            self._notes["left_out"] = left_out
         rng = generator(self.plan.seed, Purpose.CANDIDATES, index=self.index, t=t)
         candidates = self._matcher.candidates(t, known, rng)
         trained = await self._train(t)

@@ -39,6 +39,7 @@ from peer.network.messages import (
     Update,
     fitting,
 )
+from peer.network.score import Offence, Scores
 from peer.network.traffic import Fault
 from peer.network.transport import Buffer, Transport
 from peer.plan import NetworkPlan
@@ -124,6 +125,7 @@ class Swarm:
         self._membership = Membership(
             own, settings=settings, n=n, rounds=rounds, rng=rng, now=clock()
         )
+        self._scores = Scores(settings.ban_score)
         self._joined = False
         self._clash_since: float | None = None
         self._seen = self._membership.version
@@ -140,6 +142,16 @@ class Swarm:
     def known(self, t: int) -> list[int]:
         """Return the sorted indices of the others that take part in round `t`: alive or suspect."""
         return self._membership.known(t)
+
+    def trusted(self, t: int) -> list[int]:
+        """Return `known` but for those that are left out of exchanges, because of offences."""
+        left_out = self.left_out()
+        return [index for index in self.known(t) if index not in left_out]
+
+    def left_out(self) -> list[int]:
+        """Return the sorted indices of those that are left out of exchanges now."""
+        now = self._clock()
+        return [m.record.index for m in self.members() if self._scores.left_out(m.record.peer, now)]
 
     def member(self, index: int) -> Update | None:
         """Return what is believed of the peer of an index, None when it was never heard of."""
@@ -172,9 +184,19 @@ class Swarm:
         """Report that a request to a peer failed: it is probed next."""
         self._membership.unreachable(index)
 
-    def misbehaved(self, index: int, detail: str) -> None:
-        """Report that a peer answered what it should not: counted, and logged once."""
+    def misbehaved(self, index: int, detail: str, offence: Offence | None = None) -> None:
+        """Report that a peer answered what it should not: counted, and logged once.
+
+        An `offence` is held against it: too many, and it is left out of exchanges for a while.
+        """
         self._transport.blame(Fault.CONTENT, ("peer", index), f"peer {index}: {detail}")
+        member = self.member(index)
+        if offence is None or member is None:
+            return
+        seconds = self._scores.offend(member.record.peer, offence, self._clock())
+        if seconds:
+            told = f"peer {index} is left out of exchanges for {seconds:.0f} s: {detail}"
+            self._transport.blame(Fault.LEFT_OUT, ("left-out", index), told)
 
     def overdue(self, index: int, detail: str) -> None:
         """Report that a peer lives but does not deliver: counted, and logged once."""

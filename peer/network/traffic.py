@@ -32,6 +32,10 @@ class Fault(StrEnum):
     """A request whose handler raised what it must not."""
     CONTENT = "content"
     """What a peer sent or said is of no use: a bad model, a forged record, an odd answer."""
+    LIMITED = "limited"
+    """A request refused because its sender asked for more than one sender may."""
+    LEFT_OUT = "left-out"
+    """A peer left out of exchanges for a while, because of its offences."""
     OVERDUE = "overdue"
     """A living peer that did not deliver in a whole `round_timeout`."""
 

@@ -40,6 +40,7 @@ import zmq.asyncio
 
 from peer.errors import ProtocolError, RefusedError, UnreachableError, UserError, VersionError
 from peer.network.address import HostPort, parse_address
+from peer.network.limits import Allowance, Limiter
 from peer.network.messages import (
     CHUNK,
     MAX_HEADER,
@@ -178,11 +179,16 @@ class Transport:
         self._running: set[asyncio.Task[None]] = set()
         self._answering = 0
         self._waiting: Counter[bytes] = Counter()
+        self._limiter = Limiter(Allowance())
         self._logged: set[object] = set()
 
     def introduce(self, *, sender: str, plan: str) -> None:
         """Set the peer id and plan digest that go with every message from now on."""
         self._sender, self._plan = sender, plan
+
+    def allow(self, allowance: Allowance) -> None:
+        """Set what one sender may ask for from now on; what was asked before is forgiven."""
+        self._limiter = Limiter(allowance)
 
     async def __aenter__(self) -> Self:
         self._context = self._shared_context or zmq.asyncio.Context()
@@ -360,9 +366,8 @@ class Transport:
             self.blame(Fault.NOT_A_REQUEST, host, f"{host}: {request.kind} is not a request")
             return
         self.traffic.received(request.kind, len(header), 0)
-        if self._answering >= MAX_WAITING or self._waiting[routing_id] >= MAX_WAITING_PER_SENDER:
-            self.traffic.fault(Fault.BUSY)
-            refused = Refused(reason=Reason.BUSY)
+        if (why := self._overload(routing_id, host)) is not None:
+            refused = Refused(reason=Reason.BUSY, detail=why)
             answer = self._reply(router, routing_id, request.id, refused, patience=0)
         else:
             self._answering += 1
@@ -370,12 +375,25 @@ class Transport:
             answer = self._answer(router, routing_id, request, host)
         self._spawn(answer, f"answer-{request.kind}-{request.sender[:8]}")
 
+    def _overload(self, sender: bytes, host: str) -> str | None:
+        """Return why a request cannot be answered now; None when it can."""
+        if self._answering >= MAX_WAITING or self._waiting[sender] >= MAX_WAITING_PER_SENDER:
+            self.traffic.fault(Fault.BUSY)
+            return "too many wait"
+        if not self._limiter.admits(sender, asyncio.get_running_loop().time()):
+            # By the host, as whoever floods may connect again and again.
+            self.blame(Fault.LIMITED, ("limited", host), f"{host}: asks for too much")
+            return "you ask for too much"
+        return None
+
     async def _answer(
         self, router: zmq.asyncio.Socket, routing_id: bytes, request: Request, host: str
     ) -> None:
         try:
             try:
                 reply, chunks = await self._handler(request)
+                now = asyncio.get_running_loop().time()
+                self._limiter.spend(routing_id, sum(map(len, chunks)), now)
                 await self._reply(router, routing_id, request.id, reply, chunks)
             except RefusedError as refusal:
                 refused = _refused(refusal)

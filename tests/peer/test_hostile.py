@@ -200,7 +200,9 @@ def siege(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Siege]:
     # What a person's shell may allow, and less than the connections below.
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
     directory = tmp_path_factory.mktemp("siege")
-    with battle(directory, [gate], rounds=FIRST_LIE + len(LIES), round_timeout=3600.0) as fight:
+    rounds = FIRST_LIE + len(LIES)
+    # Every lie is heard, however many there are.
+    with battle(directory, [gate], rounds=rounds, round_timeout=3600.0, ban_score=1e9) as fight:
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
         assert gate.reached.wait(60)
         honest_ones, (enemy,) = fight.records()
@@ -574,26 +576,37 @@ async def cut(said: asyncio.StreamReader, told: asyncio.StreamWriter) -> None:
     await told.drain()
 
 
+async def forging(request: Request, reply: Reply, chunks: list[bytes]) -> Messages:
+    """Send models that contradict their sketches."""
+    if isinstance(reply, Model):
+        return carries(moved)(reply, chunks)
+    return await honest(request, reply, chunks)
+
+
 def test_one_that_lives_but_never_delivers_costs_one_round_timeout(tmp_path: Path) -> None:
-    misdeeds = [stalls(silent), stalls(busy), stalls(late), honest, honest]
+    """And no more, for being slow is no offence; one that forges is left out after two rounds."""
+    misdeeds = [stalls(silent), stalls(busy), stalls(late), honest, honest, forging]
     with battle(
         tmp_path,
         misdeeds,
-        wires=[None, None, None, trickle, cut],
+        wires=[None, None, None, trickle, cut, None],
         rounds=4,
         request_timeout=REQUEST_TIMEOUT,
         round_timeout=ROUND_TIMEOUT,
     ) as fight:
         fight.run.wait(60)
     for rows in fight.rows():
-        # The wires spoil the first round already.
-        assert [metric.missing for metric, _ in rows] == [2, 5, 5, 5]
+        # The wires and the forger spoil the first round already.
+        assert [metric.missing for metric, _ in rows] == [3, 6, 5, 5]
         seconds = [metric.seconds.round for metric, _ in rows]
         assert max(seconds) < ROUND_TIMEOUT + REQUEST_TIMEOUT + 2
         # From then on each of them is given the time of one answer to a probe and one to a pull.
         assert max(seconds[2:]) < ROUND_TIMEOUT
-    assert [counted["overdue"] for counted in fight.faults()] == [5] * 3
-    complaints = fight.warnings()
-    assert len(complaints) == 5 * 3
-    assert all("did not deliver in 3 s" in message for _, message in complaints)
+    for (forger, rows), counted in zip(fight.rows_against(5), fight.faults(), strict=True):
+        assert [metric.notes.get("left_out") for metric, _ in rows] == [None, None, *[[forger]] * 2]
+        assert (counted["overdue"], counted["content"], counted["left-out"]) == (5, 2, 1)
+    complaints = [message for _, message in fight.warnings()]
+    assert len(complaints) == (5 + 2) * 3
+    assert sum("did not deliver in 3 s" in message for message in complaints) == 5 * 3
+    assert sum("left out of exchanges for 7" in message for message in complaints) == 3
     fight.check_models()

@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from peer.errors import ProtocolError, RefusedError, UnreachableError, UserError
 from peer.network import transport as module
+from peer.network.limits import Allowance
 from peer.network.messages import (
     CHUNK,
     Await,
@@ -268,6 +269,36 @@ async def test_one_sender_cannot_take_all_places() -> None:
         refused = [result for result in results if isinstance(result, RefusedError)]
         assert [refusal.reason for refusal in refused] == [Reason.BUSY] * 5
         assert faults(server) == {"busy": 5}
+
+
+@pytest.mark.parametrize(
+    ("request_", "allowance", "answered"),
+    [
+        (PING, Allowance(requests=0.0, request_burst=3.0), 3),
+        # The third model is begun with bytes to spare, and makes the debt.
+        (pull(), Allowance(bytes=0.0, byte_burst=2.5 * MODEL.nbytes), 3),
+    ],
+    ids=["requests", "bytes"],
+)
+async def test_who_asks_for_too_much_is_told_so(
+    request_: Request,
+    allowance: Allowance,
+    answered: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with pair() as (server, client), opened() as other:
+        server.allow(allowance)
+        ask = {"timeout": 5, "max_payload": MODEL.nbytes}
+        for _ in range(answered):
+            await client.request(server.data, request_, **ask)
+        for _ in range(2):
+            with pytest.raises(RefusedError, match="busy: you ask for too much"):
+                await client.request(server.data, request_, **ask)
+        await other.request(server.data, request_, **ask)
+        assert faults(server) == {"limited": 2}
+    assert [r.message.partition(" (")[0] for r in caplog.records] == [
+        "limited: 127.0.0.1: asks for too much"
+    ]
 
 
 async def test_flood_of_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
