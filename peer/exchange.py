@@ -152,9 +152,10 @@ class Received:
 
 @dataclass
 class Tally:
-    """How one round's exchanges went: how many had to be waited for beyond one patience, and how
-    many were left out for good."""
+    """How one round's exchanges went: how many there were, how many had to be waited for beyond one
+    patience, and how many were left out for good."""
 
+    exchanges: int = 0
     late: int = 0
     missing: int = 0
 
@@ -258,6 +259,7 @@ class Exchange:
             tasks = [
                 group.create_task(_run(fetch(index)), name=f"fetch-{index}") for index in ordered
             ]
+        self.tally.exchanges += len(ordered)
         found = {index: task.result() for index, task in zip(ordered, tasks, strict=True)}
         self.tally.missing += sum(item is None for item in found.values())
         return {index: item for index, item in found.items() if item is not None}

@@ -92,6 +92,7 @@ class Journal:
         bag: frozenset[int],
         clock: Clock,
         notes: dict[str, Any],
+        exchanges: int = 0,
         late: int = 0,
         missing: int = 0,
     ) -> None:
@@ -107,6 +108,7 @@ class Journal:
             recall=recall(judged, self.index, self.clusters),
             bag_size=len(bag),
             **self._counters(),
+            exchanges=exchanges,
             late=late,
             missing=missing,
             seconds=clock.seconds(),

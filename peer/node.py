@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import zmq.asyncio
 
 from peer.coordinated import Coordinated
@@ -297,12 +298,20 @@ class Peer:
 
 
 async def _report_health(state: StateDirectory, swarm: Swarm, rounds: Rounds | Coordinated) -> None:
-    """Keep a health file fresh: its age tells whether the event loop runs."""
+    """Keep a health file fresh: its age tells whether the event loop runs, and what is in it
+    whether anything grows that should not."""
+    process = psutil.Process()
     while True:
+        known = swarm.known(rounds.plan.rounds)
         report = {
             "time": time.time(),
-            "ready": bool(swarm.known(rounds.plan.rounds)),
+            "ready": bool(known),
+            "known": known,
+            "left_out": swarm.left_out(),
             "status": rounds.status.model_dump(),
+            "tasks": len(asyncio.all_tasks()),
+            "open_files": process.num_fds(),
+            "memory": process.memory_info().rss,
         }
         # A slow disk must not delay answers to pings.
         await asyncio.to_thread(state.write_json, "health.json", report)

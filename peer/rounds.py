@@ -318,6 +318,7 @@ class Rounds:
             bag=self._matcher.bag,
             clock=clock,
             notes=self._matcher.notes | refusals(mixed.refused) | self._notes,
+            exchanges=self.exchange.tally.exchanges,
             late=self.exchange.tally.late,
             missing=self.exchange.tally.missing,
         )

@@ -77,6 +77,7 @@ class MetricRow(_Row):
     payload_received: int = 0
     wire_sent: int = 0
     wire_received: int = 0
+    exchanges: int = Field(default=0, description="probes and pulls of the round")
     late: int = Field(default=0, description="peers whose answer came late")
     missing: int = Field(default=0, description="peers left out of the round")
     seconds: Seconds = Seconds()

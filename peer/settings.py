@@ -75,9 +75,12 @@ class PeerSettings(BaseSettings):
     @field_validator("bootstrap", "peer", "imports", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
+        """Take values apart at commas: a repeated flag may also hold several."""
         if isinstance(value, str):
-            return [part.strip() for part in value.split(",") if part.strip()]
-        return value
+            value = [value]
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            return value
+        return [part.strip() for item in value for part in item.split(",") if part.strip()]
 
     @classmethod
     def settings_customise_sources(

@@ -118,7 +118,7 @@ class Swarm:
         self._plan = plan_digest
         self._bootstrap = [dial_address(address) for address in bootstrap]
         self._given = {dial_address(address) for address in peers}
-        self._remembered = {record.control for record in remembered}
+        self._remembered = {record.index: record.control for record in remembered}
         self._settings = settings
         self._rng = rng
         self._clock = clock
@@ -405,8 +405,9 @@ class Swarm:
         pause = QUICK
         while self.own.state is not State.LEFT:
             living = [record.control for record in self._membership.living()]
-            lost = {member.record.control for member in self.members()}
-            lost |= self._given | self._remembered
+            # The membership forgets the dead; a partition may last for longer than that.
+            self._remembered |= {m.record.index: m.record.control for m in self.members()}
+            lost = {*self._remembered.values(), *self._given}
             lost -= {*living, self.own.record.control}
             chosen = self._draw(living, 1) + self._draw(sorted(lost), 1 if living else SEEK_AT_ONCE)
             await asyncio.gather(*(self._exchange_views(address) for address in chosen))
@@ -425,7 +426,7 @@ class Swarm:
             )
             if pong.updates[0].record.peer == self.own.record.peer:
                 self._given.discard(address)
-                self._remembered.discard(address)
+                self._remembered = {i: a for i, a in self._remembered.items() if a != address}
                 return
             known, _ = await self._transport.request(address, Members(), timeout=RENDEZVOUS_TIMEOUT)
             if isinstance(known, Known):

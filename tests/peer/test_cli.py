@@ -198,6 +198,10 @@ def test_health_is_that_of_the_event_loop(waiting: Worker, tmp_path: Path) -> No
     alive = command("health", "--state", str(waiting.directory))
     assert (alive.returncode, alive.stdout.split(":")[0]) == (0, "alive")
     assert command("health", PANMESH_STATE=str(waiting.directory)).returncode == 0
+    told = json.loads((waiting.directory / "health.json").read_text())
+    assert (told["known"], told["left_out"]) == ([], [])
+    assert min(told["tasks"], told["open_files"]) > 5
+    assert 10e6 < told["memory"] < 1e9
     nobody = command("health", "--state", str(tmp_path))
     assert (nobody.returncode, nobody.stdout) == (1, f"no peer has run in {tmp_path}\n")
     report = {"time": time.time() - 90, "status": {"finished": 7}}
