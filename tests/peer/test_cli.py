@@ -179,7 +179,7 @@ def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> No
     file = tmp_path / "peer.toml"
     file.write_text('threads = 2\ndata = "digits"\nbootstrap = ["a:1", "b:2"]\nlog = "json"\n')
     settings = shown(
-        *("--config", str(file), "--threads", "4", "--bootstrap", "d:4"),
+        *("--config", str(file), "--threads", "4", "--bootstrap", "d:4, g:7", "--bootstrap", "h:8"),
         PANMESH_THREADS="3",
         PANMESH_DATA="mnist",
         PANMESH_PEER="e:5, f:6",
@@ -187,7 +187,7 @@ def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> No
     assert settings["threads"] == 4
     assert settings["data"] == "mnist"
     assert settings["log"] == "json"
-    assert settings["bootstrap"] == ["d:4"]
+    assert settings["bootstrap"] == ["d:4", "g:7", "h:8"]
     assert settings["peer"] == ["e:5", "f:6"]
     assert settings["device"] == "cpu"
     assert shown(PANMESH_CONFIG=str(file))["bootstrap"] == ["a:1", "b:2"]
