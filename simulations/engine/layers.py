@@ -26,6 +26,12 @@ from typing_extensions import override
 from peer.learning.learner import Manifest
 
 Shape = tuple[int, ...]
+
+_WIDE = 32
+"""Output channels of a convolution from which on bfloat16 pays: those of one vector of AVX-512.
+
+Measured: of the cnn's layers it takes half the time, of lenet's (6 and 16) up to twice as much."""
+
 _aten = torch.ops.aten
 
 
@@ -54,15 +60,12 @@ class Layer:
 
     parametric = False
     rounds = False
-    """Whether its products take bfloat16 (what `mixed` makes of a layer)."""
+    """Whether its products take bfloat16; the models decide, by `compose`."""
     alike_sizes = False
     """Whether the clients of a chunk must have batches of one size (padding would count)."""
 
-    def bind(self, rows: Tensor, velocity: Tensor | None, operands: Tensor) -> None:
-        """Take the parameters from `rows` [c, e] and the velocities from [c, trainable].
-
-        `operands` [c, e] are the parameters as products take them: `rows`, or their rounding.
-        """
+    def bind(self, rows: Tensor, velocity: Tensor | None) -> None:
+        """Take the parameters from `rows` [c, e] and the velocities from [c, trainable]."""
 
     def forward(self, x: Tensor, context: Context | None) -> Tensor:
         """Return the layer's output; evaluation mode without a context."""
@@ -84,21 +87,28 @@ class _Parameter:
     shape: Shape
     value: Tensor = field(init=False)
     velocity: Tensor = field(init=False)
-    operand: Tensor = field(init=False)
 
-    def bind(self, rows: Tensor, velocity: Tensor | None, operands: Tensor) -> None:
+    def bind(self, rows: Tensor, velocity: Tensor | None) -> None:
         self.value = self._view(rows)
-        self.operand = self._view(operands)
         if velocity is not None:
             self.velocity = self._view(velocity)
 
     def accumulate(self, gradient: Tensor, momentum: float) -> None:
         """velocity <- momentum * velocity + gradient [c, *shape, in any split of the axes]."""
         gradient = gradient.reshape(self.velocity.shape)
-        if momentum:
-            self.velocity.mul_(momentum).add_(gradient)
-        else:
+        if not momentum:
             self.velocity.copy_(gradient)
+        elif gradient.dtype is self.velocity.dtype:
+            self.velocity.mul_(momentum).add_(gradient)
+        else:  # one pass less, and a rounding less
+            torch.add(gradient, self.velocity, alpha=momentum, out=self.velocity)
+
+    def operand(self, *, rounded: bool) -> Tensor:
+        """Return what products take: the value, or its rounding.
+
+        A rounding is contiguous: of rows of a matrix, products would make such a copy once more.
+        """
+        return self.value.bfloat16() if rounded else self.value
 
     def _view(self, rows: Tensor) -> Tensor:
         stop = self.start + math.prod(self.shape)
@@ -114,25 +124,26 @@ class Linear(Layer):
         self._weight, self._bias = weight, bias
 
     @override
-    def bind(self, rows: Tensor, velocity: Tensor | None, operands: Tensor) -> None:
+    def bind(self, rows: Tensor, velocity: Tensor | None) -> None:
         """Take the views of weight [c, out, in] and bias [c, out]."""
         for parameter in filter(None, (self._weight, self._bias)):
-            parameter.bind(rows, velocity, operands)
+            parameter.bind(rows, velocity)
 
     @override
     def forward(self, x: Tensor, context: Context | None) -> Tensor:
         """Return x W^T + b of every client."""
+        weight = self._weight.operand(rounded=self.rounds)
         if context is not None:
-            self._x = x
-        weight = self._weight.operand.transpose(1, 2)
+            self._x, self._w = x, weight
         if self._bias is None:
-            return torch.bmm(x, weight)
-        return torch.baddbmm(self._bias.operand.unsqueeze(1), x, weight)
+            return torch.bmm(x, weight.transpose(1, 2))
+        bias = self._bias.operand(rounded=self.rounds)
+        return torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2))
 
     @override
     def backward(self, dy: Tensor, momentum: float, *, inputs: bool) -> Tensor | None:
         """In float32 the product that makes the gradient adds mu times the velocity by itself."""
-        dx = torch.bmm(dy, self._weight.operand) if inputs else None
+        dx = torch.bmm(dy, self._w) if inputs else None
         if self.rounds:
             self._weight.accumulate(torch.bmm(dy.transpose(1, 2), self._x), momentum)
         else:
@@ -151,19 +162,22 @@ class Conv2d(Layer):
         self._weight, self._bias = weight, bias
         self._geometry: tuple[Any, Any, Any] = (layer.stride, layer.padding, layer.dilation)
         self._groups = layer.groups
+        self.wide = layer.out_channels // layer.groups >= _WIDE
 
     @override
-    def bind(self, rows: Tensor, velocity: Tensor | None, operands: Tensor) -> None:
+    def bind(self, rows: Tensor, velocity: Tensor | None) -> None:
         """Take the views of weight [c, O, C / groups, k, k] and bias [c, O]."""
         for parameter in filter(None, (self._weight, self._bias)):
-            parameter.bind(rows, velocity, operands)
+            parameter.bind(rows, velocity)
 
     @override
     def forward(self, x: Tensor, context: Context | None) -> Tensor:
         """Return the convolution of every client's channels with its own filters."""
-        weight = self._weight.operand.flatten(0, 1)
-        bias = None if self._bias is None else self._bias.operand.reshape(-1)
-        groups = self._groups * len(self._weight.operand)
+        weight = self._weight.operand(rounded=self.rounds).flatten(0, 1)
+        bias = None
+        if self._bias is not None:
+            bias = self._bias.operand(rounded=self.rounds).reshape(-1)
+        groups = self._groups * len(self._weight.value)
         if context is not None:
             self._x, self._w = x, weight
         return nn.functional.conv2d(x, weight, bias, *self._geometry, groups)
@@ -175,7 +189,7 @@ class Conv2d(Layer):
         dx, dw, db = _aten.convolution_backward(
             dy, self._x, self._w, [len(self._w)] if biased else None,
             *self._geometry, False, [0, 0],
-            self._groups * len(self._weight.operand), [inputs, True, biased],
+            self._groups * len(self._weight.value), [inputs, True, biased],
         )  # fmt: skip
         self._weight.accumulate(dw, momentum)
         if self._bias is not None:
@@ -234,7 +248,7 @@ class Flatten(Layer):
         self._clients = 1
 
     @override
-    def bind(self, rows: Tensor, velocity: Tensor | None, operands: Tensor) -> None:
+    def bind(self, rows: Tensor, velocity: Tensor | None) -> None:
         """Only the number of clients matters here."""
         self._clients = len(rows)
 
@@ -311,12 +325,12 @@ class BatchNorm(Layer):
         self._flat = len(shape) == 1
 
     @override
-    def bind(self, rows: Tensor, velocity: Tensor | None, operands: Tensor) -> None:
+    def bind(self, rows: Tensor, velocity: Tensor | None) -> None:
         """Take the views of the statistics and of weight and bias, each [c, C]."""
         for statistic in (self._mean, self._var):
-            statistic.bind(rows, None, operands)
+            statistic.bind(rows, None)
         for parameter in self._affine:
-            parameter.bind(rows, velocity, operands)
+            parameter.bind(rows, velocity)
 
     @override
     def forward(self, x: Tensor, context: Context | None) -> Tensor:
@@ -388,15 +402,11 @@ class Stack:
 
     def bind(self, rows: Tensor, velocity: Tensor | None = None) -> None:
         """Work on the models `rows` [c, e]; training needs their velocity [c, trainable]."""
-        rounds = any(layer.rounds for layer in self._layers)
-        self._rows, self._rounded = rows, rows.bfloat16() if rounds else rows
         for layer in self._layers:
-            layer.bind(rows, velocity, self._rounded if layer.rounds else rows)
+            layer.bind(rows, velocity)
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """Return the logits [c, b, classes]."""
-        if context is not None and self._rounded is not self._rows:
-            self._rounded.copy_(self._rows)  # which the last step has changed
         for layer in self._layers:
             x = layer.forward(x, context)
         return x
@@ -479,10 +489,11 @@ def compose(module: nn.Module, manifest: Manifest, shape: Shape, *, mixed: bool 
 def _mixed(layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers in mixed precision, a `Cast` before each that wants another than is given.
 
-    [choice] The last product stays in float32: logits of eight bits would tie.
+    [choice] The last product stays in float32: logits of eight bits would tie. So do convolutions
+    that would be no faster.
     """
     for product in _products(layers)[:-1]:
-        product.rounds = True
+        product.rounds = not isinstance(product, Conv2d) or product.wide
     given, found = _given(layers), list[Layer]()
     for layer in layers:
         wanted = next(map(_dtype, _products([layer])), given)

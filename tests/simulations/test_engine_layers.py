@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from peer.learning.learner import Entry, Manifest
+from peer.learning.models import cnn, lenet
+from simulations.engine import layers
 from simulations.engine.layers import (
     Context,
     NotStackableError,
@@ -182,11 +184,14 @@ def test_against_autograd(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_mixed_precision_is_autograd_within_rounding(name: str) -> None:
+def test_mixed_precision_is_autograd_within_rounding(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the median client: where a rounding decides between two paths of a gradient, one is off.
 
     A significand of bfloat16 has 8 bits; a norm of so many roundings stays within a few of 2^-9.
     """
+    monkeypatch.setattr(layers, "_WIDE", 1)
     modules, _, rows, manifest = clients(name, torch.float32)
     shape = MODULES[name][1]
     stack = compose(modules[0], manifest, shape, mixed=True)
@@ -227,6 +232,12 @@ def test_only_the_output_layer_of_mixed_precision_takes_float32() -> None:
     for row, logit in (([fine, 1.0], 1.0), ([1.0, fine], fine)):
         stack.bind(torch.tensor([row]))
         assert stack.forward(torch.ones(1, 1, 1, dtype=torch.bfloat16)).item() == logit
+
+
+def test_narrow_convolutions_of_mixed_precision_take_float32() -> None:
+    for build, dtype in ((lenet, torch.float32), (cnn, torch.bfloat16)):
+        module = build((1, 28, 28), CLASSES)
+        assert compose(module, manifest_of(module), (1, 28, 28), mixed=True).dtype == dtype
 
 
 def test_image_batches_are_channels_last_even_with_one_channel() -> None:
