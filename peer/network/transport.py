@@ -435,7 +435,8 @@ class Transport:
             if await _send(router, [routing_id, header, *chunks], patience):
                 self.traffic.sent(reply.kind, len(header), sum(map(len, chunks)))
         except TimeoutError:
-            self.blame(Fault.SLOW_READER, routing_id, f"a {reply.kind} was not taken")
+            who = routing_id.hex()
+            self.blame(Fault.SLOW_READER, routing_id, f"{who}: a {reply.kind} was not taken")
 
     # Asking.
 

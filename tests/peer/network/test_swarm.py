@@ -290,6 +290,30 @@ async def test_restart_at_another_port_is_found(context: zmq.asyncio.Context) ->
             await eventually(found, 15)
 
 
+async def test_two_with_one_id_harm_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """As of a state directory that was copied: whoever was there first stays who it is."""
+    async with (
+        node(0) as other,
+        node(1, peers=[other.transport.control]) as first,
+        node(2, peers=[other.transport.control]) as third,
+    ):
+        witnesses = (other, third)
+        await eventually(lambda: all(len(made.known()) == 2 for made in (*witnesses, first)))
+        async with node(1, peers=[other.transport.control]) as double:
+            await eventually(lambda: double.known() == [0, 2], 60)
+            await eventually(
+                lambda: caplog.text.count("what was said of peer 1 is not so") >= 2, 60
+            )
+            # Time for both to insist.
+            await asyncio.sleep(2.0)
+            for witness in witnesses:
+                member = witness.swarm.member(1)
+                assert member is not None
+                assert member.record.control == first.transport.control
+                assert member.record.incarnation < 100
+            assert (other.known(), third.known()) == ([1, 2], [0, 1])
+
+
 async def test_bootstrap_may_go_and_come_back(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     plan = Plan(n=3)
