@@ -37,6 +37,7 @@ from peer.rounds import Result, Rounds
 from peer.rundir import PLAN, MetricRow
 from peer.settings import PeerSettings
 from peer.state import MODEL_CARD, Checkpoint, Identity, StateDirectory
+from peer.surroundings import Surroundings
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Peer:
     `make_learner` the learner that plan and settings name (for data or models that live in
     memory). `on_listening` is called with the peer's address, `on_round` with the plan and the
     metrics of every finished round. Without `traces` torch is imported without what only tracing
-    needs, if it is this peer that imports it.
+    needs, if it is this peer that imports it. `surroundings` are an experiment's.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Peer:
         traces: bool = True,
         worker: ThreadPoolExecutor | None = None,
         context: zmq.asyncio.Context | None = None,
+        surroundings: Surroundings | None = None,
     ) -> None:
         self._settings = settings
         self._plan = plan
@@ -81,6 +83,8 @@ class Peer:
         self._traces = traces
         self._worker = worker or ThreadPoolExecutor(1, thread_name_prefix="train")
         self._context = context
+        self._surroundings = surroundings
+        self._shaper = None if surroundings is None else surroundings.shaper
         self._traffic = Traffic()
         self._rounds: Rounds | Coordinated | None = None
 
@@ -101,6 +105,7 @@ class Peer:
                 traffic=self._traffic,
                 ports=identity.ports,
                 context=self._context,
+                shaper=self._shaper,
             ) as transport:
                 if self._on_listening is not None:
                     self._on_listening(transport.control)
@@ -139,7 +144,10 @@ class Peer:
                     peers=settings.peer,
                     remembered=state.remembered(),
                     rng=generator(identity.incarnation, Purpose.TOPOLOGY, index=index),
+                    reach=None if self._surroundings is None else self._surroundings.reach,
                 )
+                if self._shaper is not None:
+                    self._shaper.introduce(swarm.index_of)
                 self._rounds = self._make_rounds(
                     plan=plan,
                     index=index,
@@ -173,7 +181,7 @@ class Peer:
             "on_round": self._on_round,
         }
         if plan.method not in CENTRAL:
-            return Rounds(**common)
+            return Rounds(**common, surroundings=self._surroundings)
         permutation, secret = None, self._settings.shared_secret()
         if plan.permutes and secret is not None:
             permutation = Permutation(secret, plan.digest, learner.manifest)

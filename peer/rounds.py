@@ -36,6 +36,7 @@ from peer.network.transport import Buffer, Transport
 from peer.plan import Plan
 from peer.randomness import Purpose, generator
 from peer.state import Checkpoint, StateDirectory
+from peer.surroundings import Surroundings
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class Rounds:
         traffic: Traffic,
         in_worker: Callable[..., Any],
         on_round: OnRound | None,
+        surroundings: Surroundings | None = None,
     ) -> None:
         self.plan = plan
         self.index = index
@@ -92,6 +94,8 @@ class Rounds:
         self._in_worker = in_worker
         self._initial = learner.initial()
         self._trainable = learner.manifest.trainable
+        self._quorum = plan.quorum if surroundings is None else surroundings.quorum
+        self._forge = None if surroundings is None else surroundings.forge
         self.shelf = Shelf(plan.network.history)
         self.exchange = Exchange(
             plan=plan,
@@ -192,12 +196,12 @@ class Rounds:
         begun = math.inf
         while True:
             living, now = self._living(), loop.time()
-            if len(living) + 1 >= self.plan.quorum:
+            if len(living) + 1 >= self._quorum:
                 return
             if any(status.published or status.done for status in living):
                 begun = min(begun, now)
             if now >= begun + ACQUAINTANCE or (
-                now >= begun and len(self.swarm.members()) + 1 >= self.plan.quorum
+                now >= begun and len(self.swarm.members()) + 1 >= self._quorum
             ):
                 return
             over = not living and any(member.status.done for member in self.swarm.members())
@@ -212,9 +216,7 @@ class Rounds:
                 log.warning("the others of this federation are not to be found; going on without")
                 return
             if now >= noted:
-                log.info(
-                    "waiting for the start: %d of %d present", len(living) + 1, self.plan.quorum
-                )
+                log.info("waiting for the start: %d of %d present", len(living) + 1, self._quorum)
                 noted = now + 15
             await self.swarm.changed(1.0)
 
@@ -293,7 +295,8 @@ class Rounds:
             await self.exchange.wait_for_stragglers(t - self.plan.network.history)
         self.exchange.begin_round()
         evidence = self._matcher.evidence
-        snapshot, own = self.exchange.snapshot(t, self._model, trained, evidence)
+        shown = trained if self._forge is None else self._forge(t, self._model, trained)
+        snapshot, own = self.exchange.snapshot(t, self._model, shown, evidence)
         await self.shelf.publish(snapshot)
         self.swarm.set_status(self.shelf.status)
         similarities, sketches, models = await self._hear(t, candidates, own)

@@ -15,7 +15,7 @@ import json
 import math
 import platform
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -96,6 +96,9 @@ class TopologyRow(_Row):
 
 
 RowT = TypeVar("RowT", MetricRow, TopologyRow)
+
+Revision = Callable[[MetricRow, TopologyRow], tuple[MetricRow, TopologyRow]]
+"""The rows of a round -> those that take their place."""
 
 
 def panmesh_version() -> str:
@@ -325,13 +328,15 @@ def merge(
     wall_s: float | None = None,
     extra: Mapping[str, Any] | None = None,
     attempts: Sequence[Mapping[str, Any]] = (),
+    revise: Revision | None = None,
 ) -> dict[str, Any]:
     """Make the run directory `target` of a federation from its peers' directories.
 
     Returns the summary, to which `extra` is added. `attempts` are a coordinator's, to split
     clusters: each is told in the row of the first of its members that has one of that round.
     `wall_s` is the federation's wall time; from the first to the last row of metrics when not
-    given. An earlier run in `target` is replaced. Raises UserError when the sources ran different
+    given. `revise` is what is known of rows now and was not when they were written. An earlier run
+    in `target` is replaced. Raises UserError when the sources ran different
     plans or two of them are the same peer.
     """
     plan = read_plan(sources[0])
@@ -350,7 +355,7 @@ def merge(
         topology += read_topology(source)
         traffic = _add(traffic, read_json(source / TRAFFIC))
     _tell_attempts(metrics, attempts)
-    _replace_rows(target, plan, metrics, topology)
+    _replace_rows(target, plan, metrics, topology, revise)
     for source in sources:
         for model in (source / MODELS).glob("*.safetensors"):
             shutil.copyfile(model, target / MODELS / model.name)
@@ -374,7 +379,11 @@ def _tell_attempts(rows: Sequence[MetricRow], attempts: Sequence[Mapping[str, An
 
 
 def _replace_rows(
-    target: Path, plan: Plan, metrics: list[MetricRow], topology: list[TopologyRow]
+    target: Path,
+    plan: Plan,
+    metrics: list[MetricRow],
+    topology: list[TopologyRow],
+    revise: Revision | None,
 ) -> None:
     for name in (PLAN, METRICS, TOPOLOGY, SUMMARY, TRAFFIC):
         (target / name).unlink(missing_ok=True)
@@ -384,7 +393,8 @@ def _replace_rows(
     with RunWriter(target, plan) as writer:
         for row in sorted(metrics, key=lambda row: (row.t, row.index)):
             silent = TopologyRow(t=row.t, index=row.index, cluster=row.cluster)
-            writer.append(row, choices.get((row.t, row.index), silent))
+            choice = choices.get((row.t, row.index), silent)
+            writer.append(*((row, choice) if revise is None else revise(row, choice)))
 
 
 def _provenance() -> str:

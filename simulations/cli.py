@@ -177,15 +177,20 @@ def run(
     import_methods(modules)
     changes = {"method": method, "seed": seed, "rounds": rounds, "n": peers}
     if is_scenario(found := find(plan)):
-        if backend not in (None, Backend.VIRTUAL, Backend.LABORATORY):
+        if backend is Backend.ONE_PROCESS:
+            raise UserError("scenarios do not run by one-process", "leave out --backend")
+        real = backend is Backend.PROCESSES
+        if real and (exact or data or model or modules or device is not Device.CPU):
             raise UserError(
-                f"scenarios do not run by {backend.value} so far", "leave out --backend"
+                "--exact, --data, --model, --import and --device are for the virtual network",
+                "leave out --backend",
             )
         run_scenario(
             found,
             {f"plan.{key}": value for key, value in changes.items()},
             out,
             equipment=Equipment(False, exact, device.value, data, model, precision=precision.value),
+            real=real,
             animate=animate,
         )
         return

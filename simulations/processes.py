@@ -28,7 +28,15 @@ from bootstrap.coordination.tree_store import TREE
 from peer.errors import FederationError, UserError
 from peer.files import write_atomically
 from peer.plan import Plan
-from peer.rundir import METRICS, MetricRow, RowReader, find_runs, merge, read_metrics
+from peer.rundir import (
+    METRICS,
+    MetricRow,
+    RowReader,
+    TopologyRow,
+    find_runs,
+    merge,
+    read_metrics,
+)
 
 POLL_SECONDS = 0.2
 MEMORY_SECONDS = 3.0
@@ -77,14 +85,14 @@ class Worker:
         """Whether the process lives."""
         return self.process is not None and self.process.poll() is None
 
-    def start(self) -> None:
+    def start(self, stdin: int = subprocess.DEVNULL) -> None:
         """Start the process, or start it again with the same state."""
         if self.running:
             raise FederationError(f"{self.name} is running already")
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
@@ -131,6 +139,7 @@ class Federation:
         peer_flags: more flags of every peer.
         one_peer_flags: more flags of single peers, by process number.
         bootstrap_flags: more flags of the bootstrap node.
+        module: what is run as a peer.
 
     Peers of a plan that permutes get a secret, made for this run.
 
@@ -147,6 +156,7 @@ class Federation:
         peer_flags: Sequence[str] = (),
         one_peer_flags: Mapping[int, Sequence[str]] | None = None,
         bootstrap_flags: Sequence[str] = (),
+        module: str = "peer",
     ) -> None:
         self.plan = plan
         self.directory = directory
@@ -160,7 +170,7 @@ class Federation:
             "bootstrap",
             ["bootstrap", "--plan", str(plan_file), "--listen", self.address, *bootstrap_flags],
         )
-        common = ["peer", "--bootstrap", self.address, *(["--data", data] if data else [])]
+        common = [module, "--bootstrap", self.address, *(["--data", data] if data else [])]
         if plan.permutes:
             secret = directory / "secret.txt"
             write_atomically(secret, secrets.token_hex(32), mode=0o600)
@@ -231,9 +241,18 @@ class Federation:
 
         Raises FederationError when one fails or `timeout` seconds pass.
         """
-        self.wait_for(lambda: not any(worker.running for worker in self.peers), timeout, on_row)
+        self.wait_for(lambda: self.over, timeout, on_row)
         self.poll(on_row)
         self._ended = time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        """Whether no peer process runs any more."""
+        return not any(worker.running for worker in self.peers)
+
+    def rest(self, seconds: float) -> None:
+        """Let time pass until the processes are looked at again."""
+        time.sleep(seconds)
 
     def wait_for(
         self, condition: Callable[[], bool], timeout: float, on_row: OnRow | None = None
@@ -246,26 +265,45 @@ class Federation:
                 return
             if time.monotonic() > deadline:
                 raise FederationError(f"not done after {timeout:.0f} s\n{self._unfinished()}")
-            time.sleep(POLL_SECONDS)
+            self.rest(POLL_SECONDS)
 
     def collect(self, target: Path) -> dict[str, Any]:
         """Merge the peers' state into the run directory `target` and return the summary.
 
         Adds `memory_pss_mb` and `memory_uss_mb`, each peer's peak in order of start, and
         `memory_total_mb`, the peak of all processes' PSS at one time, the bootstrap node included.
-        What a coordinator kept, the tree and its attempts to split, comes along.
+        What a coordinator kept, the tree and its attempts to split, comes along. Raises
+        FederationError when no peer has finished a round.
         """
-        runs = [run for worker in self.peers for run in find_runs(worker.directory)]
+        written = [own.directory for own in self.peers if any(own.directory.rglob(METRICS))]
+        runs = [run for directory in written for run in find_runs(directory)]
+        if not runs:
+            raise FederationError("no peer has finished a round")
         memory = {
             "memory_total_mb": round(self._peak_total / 1e6, 1),
             "memory_pss_mb": [round(worker.memory.pss / 1e6, 1) for worker in self.peers],
             "memory_uss_mb": [round(worker.memory.uss / 1e6, 1) for worker in self.peers],
         }
-        summary = merge(runs, target, wall_s=self.wall_s, extra=memory, attempts=self._attempts())
+        summary = merge(
+            runs,
+            target,
+            wall_s=self.wall_s,
+            extra=memory | self.told(),
+            attempts=self._attempts(),
+            revise=self.revise,
+        )
         tree = self.bootstrap.directory / TREE
         if tree.exists():
             shutil.copytree(tree, target / TREE, dirs_exist_ok=True)
         return summary
+
+    def told(self) -> dict[str, Any]:
+        """Return what a kind of federation adds to the summary."""
+        return {}
+
+    def revise(self, row: MetricRow, choice: TopologyRow) -> tuple[MetricRow, TopologyRow]:
+        """Return the rows of a round as the federation knows better than the peer did."""
+        return row, choice
 
     def _attempts(self) -> list[dict[str, Any]]:
         """Return what a coordinator wrote of its attempts to split clusters."""

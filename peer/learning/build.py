@@ -39,14 +39,16 @@ def prepare(
     device: str = "cpu",
     threads: int = 1,
     poison: Poison | None = None,
+    cluster: int | None = None,
+    part: float = 1.0,
 ) -> tuple[Learner, ModelCard]:
     """Return the learner of peer `index`, and what is needed to build its model again.
 
     `data` is a spec of the peer's own data instead of its share of the plan's, or, if `dealt`, of
     data that all peers have and that are dealt to them as the plan's would be; `model` the import
     path of a module factory, for plans whose model is `custom`; `device` is cpu or cuda; `threads`
-    is how many torch uses in this process; `poison` is what an experiment does to the training
-    samples. Raises UserError when something is missing or does not fit.
+    is how many torch uses in this process; `poison`, `cluster` and `part` are an experiment's, see
+    `deal`. Raises UserError when something is missing or does not fit.
 
     [choice] One thread if not told otherwise: small models gain little from a second, lose tenfold
     when peers share the cores, and one thread repeats bit by bit.
@@ -58,7 +60,7 @@ def prepare(
     load = load_dataset if own else _shared_dataset
     dataset = load(data or plan.data, seed=plan.seed, classes=plan.classes)
     check_inputs(plan.model, dataset)
-    share = deal(dataset, plan, index, own=own, poison=poison)
+    share = deal(dataset, plan, index, own=own, poison=poison, cluster=cluster, part=part)
     card = ModelCard(
         model=plan.model,
         factory=model,

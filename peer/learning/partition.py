@@ -41,25 +41,36 @@ Poison = Callable[[Array, Labels, int], tuple[Array, Labels]]
 
 
 def deal(
-    dataset: Dataset, plan: Plan, index: int, *, own: bool, poison: Poison | None = None
+    dataset: Dataset,
+    plan: Plan,
+    index: int,
+    *,
+    own: bool,
+    poison: Poison | None = None,
+    cluster: int | None = None,
+    part: float = 1.0,
 ) -> PeerData:
     """Return the data of peer `index`, transformed as its cluster's.
 
     `own`: the peer gave the data set itself, so it takes all of it. `poison`: what an experiment
-    does to its training samples. Only what is dealt is read and converted. Raises UserError when
-    the transform or the partition does not fit the data, or there are too few samples for n peers.
+    does to its training samples; `cluster`: whose data it has instead of its own cluster's; `part`,
+    in (0, 1]: how much of its training samples. Only what is dealt is read and converted. Raises
+    UserError when the transform or the partition does not fit the data, or there are too few
+    samples for n peers.
     """
     if own and plan.partition.kind != "natural":
         train, test = np.arange(len(dataset.train_y)), np.arange(len(dataset.test_y))
     else:
         train, test = Dealer(dataset, plan).share(index)
     transform = TRANSFORMS[plan.partition.kind]
-    cluster = Cluster.of(plan, plan.cluster_of(index), dataset.classes)
+    number = plan.cluster_of(index) if cluster is None else cluster
+    kind = Cluster.of(plan, number, dataset.classes)
+    train = thinned(train, part)
 
-    train_x, train_y = transform(dataset.train_x[train], dataset.train_y[train], cluster)
+    train_x, train_y = transform(dataset.train_x[train], dataset.train_y[train], kind)
     if poison is not None:
         train_x, train_y = poison(train_x, train_y, dataset.classes)
-    test_x, test_y = transform(dataset.test_x[test], dataset.test_y[test], cluster)
+    test_x, test_y = transform(dataset.test_x[test], dataset.test_y[test], kind)
     return PeerData(
         to_inputs(train_x, dataset.scale),
         train_y,
@@ -68,6 +79,13 @@ def deal(
         dataset.classes,
         dataset.shape,
     )
+
+
+def thinned(dealt: Indices, part: float) -> Indices:
+    """Return the given part of the dealt samples, one at least. [choice] Evenly spaced: as
+    class-balanced as the deal is."""
+    count = max(1, round(part * len(dealt)))
+    return dealt[np.arange(count) * len(dealt) // count]
 
 
 def to_inputs(x: Array, scale: float) -> Array:

@@ -92,7 +92,8 @@ class Membership:
 
     At most one peer holds an index: while the holder is alive or suspect, another that claims its
     index is ignored; a dead or departed holder is replaced. Records of another model are ignored,
-    and so is whoever claims more than the plan's `rounds`.
+    and so is whoever claims more than the plan's `rounds`, or is none of those that this peer can
+    `reach`, where an experiment says which.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Membership:
         rounds: int,
         rng: np.random.Generator,
         now: float,
+        reach: frozenset[int] | None = None,
     ) -> None:
         self.own = Update(record=own, state=State.ALIVE, status=Status())
         self.version = 0
@@ -112,6 +114,7 @@ class Membership:
         self._n = n
         self._rounds = rounds
         self._rng = rng
+        self._reach = reach
         self._members: dict[int, _Member] = {}
         self._index: dict[str, int] = {}
         self._displaced: OrderedDict[str, tuple[int, int]] = OrderedDict()
@@ -186,6 +189,8 @@ class Membership:
         """
         lies = []
         for update in updates:
+            if not self._within_reach(update.record.index):
+                continue
             if lie := self._lie(update):
                 lies.append(lie)
             elif update.record.peer == self.own.record.peer:
@@ -193,6 +198,9 @@ class Membership:
             else:
                 self._hear_of_other(update, now)
         return lies
+
+    def _within_reach(self, index: int) -> bool:
+        return self._reach is None or index in self._reach or index == self.own.record.index
 
     def confirm(self, update: Update, address: str, now: float) -> list[str]:
         """Take in what a peer that was asked at `address` says of itself.

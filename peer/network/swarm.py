@@ -93,7 +93,7 @@ class Swarm:
         own: this peer's record.
         n: number of peers of the plan. rounds: of the plan. settings: its numbers for the network.
         bootstrap, peers: addresses as people write them. remembered: records of an earlier run.
-        rng: of probe order, helpers, jitter. clock: monotonic seconds.
+        rng: of probe order, helpers, jitter. reach: see Membership. clock: monotonic seconds.
 
     Raises UserError when an address cannot be dialled.
     """
@@ -111,6 +111,7 @@ class Swarm:
         peers: Sequence[str] = (),
         remembered: Sequence[PeerRecord] = (),
         rng: np.random.Generator,
+        reach: frozenset[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         parse_address(own.control)
@@ -123,7 +124,7 @@ class Swarm:
         self._rng = rng
         self._clock = clock
         self._membership = Membership(
-            own, settings=settings, n=n, rounds=rounds, rng=rng, now=clock()
+            own, settings=settings, n=n, rounds=rounds, rng=rng, now=clock(), reach=reach
         )
         self._scores = Scores(settings.ban_score)
         self._joined = False
@@ -160,6 +161,14 @@ class Swarm:
     def members(self) -> list[Update]:
         """Return what is believed of all others, the dead and departed included, by index."""
         return self._membership.members()
+
+    def index_of(self, who: str) -> int | None:
+        """Return the index of a peer by its id or one of its addresses, None if it is unknown."""
+        for update in self._membership.members():
+            record = update.record
+            if who in (record.peer, record.control, record.data):
+                return record.index
+        return None
 
     async def changed(self, timeout: float) -> None:  # noqa: ASYNC109 - a time-out is no error here
         """Wait until the membership or anyone's status changes, for at most `timeout` seconds."""

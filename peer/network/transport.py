@@ -53,6 +53,7 @@ from peer.network.messages import (
     decode,
     encode,
 )
+from peer.network.shaping import Shaper
 from peer.network.traffic import Fault, Traffic
 
 log = logging.getLogger(__name__)
@@ -138,6 +139,7 @@ class Transport:
         traffic: where messages and faults are counted.
         context: a ZeroMQ context to share with other transports of this process.
         data: whether to bind a data socket; without one `data` equals `control`.
+        shaper: a network that an experiment puts between this peer and the others.
 
     Attributes:
         control, data: the advertised addresses, tcp://HOST:PORT, once entered.
@@ -160,6 +162,7 @@ class Transport:
         ports: Sequence[int] = (),
         context: zmq.asyncio.Context | None = None,
         data: bool = True,
+        shaper: Shaper | None = None,
     ) -> None:
         self._listen = parse_address(listen, listening=True)
         self._advertise = (
@@ -170,6 +173,7 @@ class Transport:
         self.traffic = traffic
         self._shared_context = context
         self._with_data = data
+        self._shaper = shaper
         self._sender = self._plan = ""
         self._ids = itertools.cycle(range(2**32))
         self._links: OrderedDict[str, _Link] = OrderedDict()
@@ -253,9 +257,14 @@ class Transport:
                 link = await self._link(address)
                 link.pending[number] = pending
                 link.used = started
-                if await _send(link.socket, [header], timeout, until=pending.reply.done):
+                if (self._shaper is None or await self._shaper.leave(address, 0)) and await _send(
+                    link.socket, [header], timeout, until=pending.reply.done
+                ):
                     self.traffic.sent(request.kind, len(header), 0)
                 reply, chunks = await pending.reply
+                payload = sum(map(len, chunks))
+                if self._shaper and not await self._shaper.arrive(address, payload):
+                    raise TimeoutError
         except TimeoutError:
             if link is not None and link.heard < started:
                 self._retire(link)
@@ -394,26 +403,39 @@ class Transport:
                 reply, chunks = await self._handler(request)
                 now = asyncio.get_running_loop().time()
                 self._limiter.spend(routing_id, sum(map(len, chunks)), now)
-                await self._reply(router, routing_id, request.id, reply, chunks)
+                await self._respond(router, routing_id, request, reply, chunks)
             except RefusedError as refusal:
                 refused = _refused(refusal)
                 if refused.reason in MISTAKES:
                     who = f"{request.sender or 'nobody'} at {host}"
                     why = f"{refused.reason}: {refused.detail}"
                     self.blame(Fault.REFUSED, who, f"{request.kind} of {who}: {why}")
-                await self._reply(router, routing_id, request.id, refused)
+                await self._respond(router, routing_id, request, refused)
             except Exception as error:  # whatever a handler does wrong, the peer lives on
                 self.traffic.fault(Fault.HANDLER)
                 if (culprit := (request.kind, type(error))) not in self._logged:
                     self._logged.add(culprit)
                     log.exception("answering a %s failed", request.kind)
                 mistake = Refused(reason=Reason.BAD_REQUEST)
-                await self._reply(router, routing_id, request.id, mistake)
+                await self._respond(router, routing_id, request, mistake)
         finally:
             self._answering -= 1
             self._waiting[routing_id] -= 1
             if not self._waiting[routing_id]:
                 del self._waiting[routing_id]
+
+    async def _respond(
+        self,
+        router: zmq.asyncio.Socket,
+        routing_id: bytes,
+        request: Request,
+        reply: Reply,
+        chunks: Sequence[Buffer] = (),
+    ) -> None:
+        """Answer a request over whatever network is between."""
+        payload = sum(map(len, chunks))
+        if self._shaper is None or await self._shaper.leave(request.sender, payload):
+            await self._reply(router, routing_id, request.id, reply, chunks)
 
     async def _reply(
         self,

@@ -24,6 +24,7 @@ from peer.learning.partition import (
     Dealer,
     PeerData,
     Poison,
+    thinned,
     to_inputs,
 )
 from peer.learning.sources import Dataset
@@ -131,12 +132,6 @@ class Holding:
     part: float = 1.0
     poison: Poison | None = None
 
-    def of(self, dealt: Array) -> Array:
-        """Return the held ones of the dealt samples. [choice] Evenly spaced: as class-balanced as
-        the deal is."""
-        count = max(1, round(self.part * len(dealt)))
-        return dealt[np.arange(count) * len(dealt) // count]
-
 
 @dataclass(frozen=True)
 class Shares:
@@ -163,7 +158,7 @@ class Shares:
         groups = [
             own.cluster if own.poison is None else count + poisoned.index(own) for own in holdings
         ]
-        given = [own.of(dealt[own.index][0]) for own in holdings]
+        given = [thinned(dealt[own.index][0], own.part) for own in holdings]
         train = Split.gather(given, groups, count + len(poisoned))
         test = Split.gather(
             [dealt[own.index][1] for own in holdings], [own.cluster for own in holdings], count

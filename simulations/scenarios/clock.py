@@ -1,8 +1,9 @@
-"""Virtual time: events in their order, and nothing between them."""
+"""Events in the order of their times: virtual time, where nothing is between them, or real time."""
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,17 @@ class Clock:
     def after(self, seconds: float, act: Callable[..., None], *arguments: Any) -> None:
         """Plan `act(*arguments)` for `seconds` from now. Raises ValueError if they are negative."""
         self.at(self.now + seconds, act, *arguments)
+
+    @property
+    def due(self) -> float:
+        """The time of the next event, infinite when there is none."""
+        return self._planned[0][0] if self._planned else math.inf
+
+    def catch_up(self, time: float) -> None:
+        """Run all events up to `time`, which is now from then on."""
+        while self.due <= time:
+            self.step()
+        self.now = max(self.now, time)
 
     def step(self) -> bool:
         """Run the next event; False when there is none."""

@@ -24,19 +24,29 @@ from simulations.demo import comparison_table
 from simulations.figures import save
 from simulations.report import PLOTS, write_report
 from simulations.runs import Equipment
-from simulations.scenarios.runs import run_scenario
+from simulations.scenarios.runs import run_real, run_scenario
 from simulations.scenarios.scenario import Scenario, load, shipped
 from simulations.scenarios.sweep import parse_grid, run_sweep, sweep_table, write_csv
 from simulations.scenarios.topology import describe_graph
+
+OVERRUN = 0.02
+"""Share of a run by which trainings may take too long before it is worth a word."""
 
 MOST_LINES = 16
 """Runs of a sweep that are drawn in one picture."""
 
 
 def run(
-    path: Path, changes: Mapping[str, Any], out: Path | None, *, equipment: Equipment, animate: bool
+    path: Path,
+    changes: Mapping[str, Any],
+    out: Path | None,
+    *,
+    equipment: Equipment,
+    real: bool,
+    animate: bool,
 ) -> None:
-    """Run the scenario of a file on the virtual network, print what came of it, and draw it."""
+    """Run the scenario of a file on the virtual network, or, if `real`, on processes of this
+    machine; print what came of it, and draw it."""
     scenario = load(path).changed(changes)
     out = out or Path("runs") / f"{scenario.name}-{scenario.plan.method}"
     console = Console(highlight=False)
@@ -45,20 +55,40 @@ def run(
         task = progress.add_task("", total=scenario.plan.rounds * scenario.plan.n)
 
         def show(row: MetricRow) -> None:
-            progress.update(task, advance=1, description=f"{row.time:.1f} virtual s")
+            progress.update(task, advance=1, description=_passed(row, real))
 
-        summary = run_scenario(scenario, out, equipment=equipment, progress=show)
-    console.print(comparison_table([("virtual network", summary)]))
-    console.print(
-        f"Virtual time: {summary['virtual_s']:.1f} s; sent {human_bytes(summary['bytes_sent'])}, "
-        f"lost {human_bytes(summary['bytes_lost'])}; left out {summary['missing']} times"
-    )
+        if real:
+            summary = run_real(scenario, out, progress=show)
+        else:
+            summary = run_scenario(scenario, out, equipment=equipment, progress=show)
+    console.print(comparison_table([("real processes" if real else "virtual network", summary)]))
+    console.print(_account(summary))
     print(f"Summary:  {out / SUMMARY}")
     print(f"Pictures: {write_report(out)[0].parent}/")
     if animate:
         from simulations.scenarios.pictures import animate_bags
 
         print(animate_bags(scenario.plan, read_topology(out), out / PLOTS / "bags.gif"))
+
+
+def _passed(row: MetricRow, real: bool) -> str:
+    return f"round {row.t}" if real else f"{row.time:.1f} virtual s"
+
+
+def _account(summary: Mapping[str, Any]) -> str:
+    """Say how long a run took and what it moved."""
+    moved = f"sent {human_bytes(summary['bytes_sent'])}"
+    left_out = f"left out {summary['missing']} times"
+    if "virtual_s" in summary:
+        lost = human_bytes(summary["bytes_lost"])
+        return f"Virtual time: {summary['virtual_s']:.1f} s; {moved}, lost {lost}; {left_out}"
+    text = f"Time: {summary['real_s']:.1f} s; {moved}; {left_out}"
+    if summary["overrun_s"] > OVERRUN * summary["real_s"]:
+        text += (
+            f"\nThis machine is too slow for the scenario: one peer trained for "
+            f"{summary['overrun_s']:.1f} s more than its device would. Lower peers.speed"
+        )
+    return text
 
 
 def _progress(console: Console) -> Progress:

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+import numpy as np
 from pydantic import Field
 
+from peer.learning.learner import Vector
+from peer.learning.partition import Poison
 from peer.plan import Plan
 from peer.randomness import Purpose, generator
-from simulations.attacks import Threat, attack_names
+from simulations.attacks import Threat, View, attack_names
 from simulations.scenarios.lines import Key, MistakeError
 from simulations.scenarios.links import MEGABIT
 from simulations.scenarios.tables import Distribution, Peers, Population, Spread, Table, select
@@ -118,6 +121,31 @@ def check_attack(name: str | None, key: Key) -> None:
             f"{name} knows the honest updates of its round, which no peer on a network does",
             "simulate compare PLAN --attack runs it in the laboratory",
         )
+
+
+def poison_of(attack: str | None, plan: Plan, i: int) -> Poison | None:
+    """Return what an attack does to the training data of peer i, if anything."""
+    means = None if attack is None else Threat(attack).means
+    if means is None or not means.poisons:
+        return None
+    return lambda x, y, classes: means.poison(
+        x, y, classes, generator(plan.seed, Purpose.ATTACK, index=i)
+    )
+
+
+def forged(
+    attack: str | None, plan: Plan, i: int, t: int, *, before: Vector, trained: Vector
+) -> Vector:
+    """Return what peer i gives out in round t instead of the model [e] that it trained from
+    `before` [e]. Of the others it knows nothing."""
+    if attack is None:
+        return trained
+    n = plan.n
+    clusters = [plan.cluster_of(j) for j in range(n)]
+    view = View(t, [before] * n, [trained] * n, clusters, attackers=[i], present=[i])
+    rng = generator(plan.seed, Purpose.ATTACK, index=i, t=t)
+    with np.errstate(all="ignore"):  # what diverged is refused on arrival
+        return Threat(attack).means.forge(i, view, rng)
 
 
 def _bytes(megabits: float | None) -> float:

@@ -1,10 +1,12 @@
-"""Carries out the script of a scenario in a virtual federation."""
+"""Carries out the script of a scenario, on the virtual network or on real processes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
+from simulations.scenarios.clock import Clock
+from simulations.scenarios.scenario import Scenario
 from simulations.scenarios.script import (
     BecomeMalicious,
     Degrade,
@@ -20,8 +22,43 @@ from simulations.scenarios.script import (
 )
 from simulations.scenarios.tables import select
 
-if TYPE_CHECKING:
-    from simulations.scenarios.federation import Federation, Member
+
+class Stage(Protocol):
+    """A federation to which things happen."""
+
+    def has(self, i: int) -> bool:
+        """Tell whether the process of peer i runs."""
+        ...
+
+    def part(self, sides: Sequence[int]) -> None:
+        """Peers of different sides [n] no longer reach each other."""
+        ...
+
+    def heal(self) -> None:
+        """All who are there reach each other again."""
+        ...
+
+    def degrade(
+        self, peers: Sequence[int], *, latency: float, bandwidth: float, loss: float | None
+    ) -> None:
+        """Links get worse, see `simulations.scenarios.links.Conditions.degrade`."""
+        ...
+
+    def stop_peer(self, i: int, *, farewell: bool) -> None:
+        """End a peer's process; it has its last finished round, and no more."""
+        ...
+
+    def start_peer(self, i: int) -> None:
+        """Start a peer's process, for the first time or after its last finished round."""
+        ...
+
+    def slow(self, i: int, factor: float) -> None:
+        """Training takes so many times as long as the scenario says."""
+        ...
+
+    def become(self, i: int, *, cluster: int | None = None, attack: str | None = None) -> None:
+        """A peer's data become those of another cluster, or it begins to lie."""
+        ...
 
 
 class Director:
@@ -30,14 +67,15 @@ class Director:
     `restarts` tells whether anybody will need its last finished round again.
     """
 
-    def __init__(self, federation: Federation[Any]) -> None:
-        self._federation = federation
-        self._people = federation.scenario.people
+    def __init__(self, scenario: Scenario, stage: Stage, clock: Clock) -> None:
+        self._stage = stage
+        self._clock = clock
+        self._people = scenario.people
         self._front = 0
         self._by_round: dict[int, list[Happening]] = {}
         self._met: dict[int, list[tuple[int, Happening]]] = {}
         self._timed: list[Happening] = []
-        for event in federation.scenario.script:
+        for event in scenario.script:
             if event.round is None:
                 self._timed.append(event)
             elif event.individual:
@@ -47,7 +85,7 @@ class Director:
                 self._by_round.setdefault(event.round, []).append(event)
         for events in self._met.values():
             events.sort(key=lambda item: item[0])
-        self.restarts = any(isinstance(event, Restart) for event in federation.scenario.script)
+        self.restarts = any(isinstance(event, Restart) for event in scenario.script)
         self._arrivals = sum(isinstance(event, Join | Restart) for event in self._timed)
 
     @property
@@ -58,7 +96,7 @@ class Director:
     def begin(self) -> None:
         """Plan what happens at some second."""
         for event in self._timed:
-            self._federation.clock.at(event.second or 0.0, self._at_second, event)
+            self._clock.at(event.second or 0.0, self._at_second, event)
 
     def reach(self, t: int) -> None:
         """Some peer begins round t: what concerns the network happens when the first one does."""
@@ -67,27 +105,26 @@ class Director:
             for event in self._by_round.get(self._front, ()):
                 self._befall(event)
 
-    def meet(self, peer: Member, t: int) -> bool:
-        """A peer begins round t: what befalls it happens. Return whether it is still there."""
-        events = self._met.get(peer.index)
+    def meet(self, i: int, t: int) -> bool:
+        """Peer i begins round t: what befalls it happens. Return whether it is still there."""
+        events = self._met.get(i)
         while events and events[0][0] <= t:
             _, event = events.pop(0)
-            self._befall_peer(event, peer)
-        return self._federation.world.alive[peer.index]
+            self._befall_peer(event, i)
+        return self._stage.has(i)
 
     def _at_second(self, event: Happening) -> None:
         self._befall(event)
         self._arrivals -= isinstance(event, Join | Restart)
 
     def _befall(self, event: Happening) -> None:
-        federation = self._federation
         match event:
             case Partition():
-                federation.world.part(event.sides(self._people, ()))
+                self._stage.part(event.sides(self._people, ()))
             case Heal():
-                federation.world.heal()
+                self._stage.heal()
             case Degrade():
-                federation.conditions.degrade(
+                self._stage.degrade(
                     self._peers(event),
                     latency=event.latency,
                     bandwidth=event.bandwidth,
@@ -95,21 +132,20 @@ class Director:
                 )
             case _:
                 for i in self._peers(event):
-                    self._befall_peer(event, federation.peers[i])
+                    self._befall_peer(event, i)
 
-    def _befall_peer(self, event: Happening, peer: Member) -> None:
-        federation = self._federation
+    def _befall_peer(self, event: Happening, i: int) -> None:
         match event:
             case Kill() | Leave():
-                federation.stop(peer, farewell=isinstance(event, Leave))
+                self._stage.stop_peer(i, farewell=isinstance(event, Leave))
             case Restart() | Join():
-                federation.start(peer)
+                self._stage.start_peer(i)
             case Slow():
-                peer.slowness = event.factor
+                self._stage.slow(i, event.factor)
             case Drift():
-                federation.become(peer, cluster=event.cluster)
+                self._stage.become(i, cluster=event.cluster)
             case BecomeMalicious():
-                federation.become(peer, attack=event.attack)
+                self._stage.become(i, attack=event.attack)
 
     def _peers(self, event: Happening) -> Sequence[int]:
         return select(getattr(event, "peers", ()), self._people, ())

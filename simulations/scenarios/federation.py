@@ -100,7 +100,7 @@ class Federation(ABC, Generic[Peer]):
         self._evaluate_every = evaluate_every
         self._clusters = [*scenario.people.clusters]
         self._rows: deque[Finished] = deque()
-        self._script = Director(self)
+        self._script = Director(scenario, self, self.clock)
 
     @property
     def models(self) -> list[Vector]:
@@ -134,8 +134,41 @@ class Federation(ABC, Generic[Peer]):
     def start(self, peer: Peer) -> None:
         """Start a peer's process, for the first time or after its last finished round."""
 
-    def become(self, peer: Peer, *, cluster: int | None = None, attack: str | None = None) -> None:
-        """The peer's data become those of another cluster, or it begins to lie."""
+    # What the script does, see `simulations.scenarios.director.Stage`.
+
+    def has(self, i: int) -> bool:
+        """Tell whether the process of peer i runs."""
+        return self.world.alive[i]
+
+    def part(self, sides: Sequence[int]) -> None:
+        """Peers of different sides [n] no longer reach each other."""
+        self.world.part(sides)
+
+    def heal(self) -> None:
+        """All who are there reach each other again."""
+        self.world.heal()
+
+    def degrade(
+        self, peers: Sequence[int], *, latency: float, bandwidth: float, loss: float | None
+    ) -> None:
+        """Links get worse."""
+        self.conditions.degrade(peers, latency=latency, bandwidth=bandwidth, loss=loss)
+
+    def stop_peer(self, i: int, *, farewell: bool) -> None:
+        """End a peer's process."""
+        self.stop(self.peers[i], farewell=farewell)
+
+    def start_peer(self, i: int) -> None:
+        """Start a peer's process."""
+        self.start(self.peers[i])
+
+    def slow(self, i: int, factor: float) -> None:
+        """Training takes so many times as long as the scenario says."""
+        self.peers[i].slowness = factor
+
+    def become(self, i: int, *, cluster: int | None = None, attack: str | None = None) -> None:
+        """A peer's data become those of another cluster, or it begins to lie."""
+        peer = self.peers[i]
         self.backlog.clear()  # what began before has been with the old data
         if cluster is not None:
             self._clusters[peer.index] = cluster
@@ -183,15 +216,3 @@ class Federation(ABC, Generic[Peer]):
         peer.notes = {}
         topology = TopologyRow(**place, neighbours=list(neighbours), bag=sorted(bag))
         self._rows.append(Finished(metric, topology, judgement))
-
-
-def make_conditions(scenario: Scenario) -> Conditions:
-    """Return what every link of a scenario is like at its beginning."""
-    devices = scenario.equipment
-    return Conditions(
-        scenario.links,
-        scenario.people,
-        [own.up for own in devices],
-        [own.down for own in devices],
-        scenario.plan.seed,
-    )

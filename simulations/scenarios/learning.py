@@ -13,21 +13,17 @@ from functools import cached_property
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
-import numpy as np
-
 from peer.learning.learner import Learner, Manifest, Scores, Vector
-from peer.learning.partition import Poison
 from peer.matching.base import Evidence, MatcherSettings
 from peer.matching.registry import create_matcher
 from peer.matching.similarity import GradientEvidence
 from peer.matching.sketch import CountSketch
 from peer.plan import Plan
-from peer.randomness import Purpose, generator
-from simulations.attacks import Threat, View
 from simulations.engine.shares import Holding
 from simulations.engine.workers import Engine
 from simulations.population import SKETCH_PRECISION, arrive
 from simulations.runs import Equipment
+from simulations.scenarios.devices import forged, poison_of
 from simulations.scenarios.scenario import Scenario
 
 
@@ -151,7 +147,7 @@ class EngineLearning:
         states += scenario.states
         self._places = {state: place for place, state in enumerate(states)}
         holdings = [
-            Holding(i, c, devices[i].data, _poison(attack, plan, i)) for i, c, attack in states
+            Holding(i, c, devices[i].data, poison_of(attack, plan, i)) for i, c, attack in states
         ]
         self._engine = Engine(
             plan,
@@ -222,16 +218,6 @@ class EngineLearning:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _poison(attack: str | None, plan: Plan, i: int) -> Poison | None:
-    """Return what an attack does to the training data of peer i, if anything."""
-    means = None if attack is None else Threat(attack).means
-    if means is None or not means.poisons:
-        return None
-    return lambda x, y, classes: means.poison(
-        x, y, classes, generator(plan.seed, Purpose.ATTACK, index=i)
-    )
 
 
 @dataclass
@@ -331,20 +317,10 @@ class Snapshot:
     @cached_property
     def published(self) -> Vector:
         """What the peer gives out as its model [e]."""
-        if self._attack is None:
-            return self.honest
-        i, n, plan = self.index, self._rules.plan.n, self._rules.plan
-        view = View(
-            self.t,
-            [self._training.before] * n,  # it knows no more than its own
-            [self.honest] * n,
-            [plan.cluster_of(j) for j in range(n)],
-            attackers=[i],
-            present=[i],
+        before = self._training.before
+        return forged(
+            self._attack, self._rules.plan, self.index, self.t, before=before, trained=self.honest
         )
-        rng = generator(plan.seed, Purpose.ATTACK, index=i, t=self.t)
-        with np.errstate(all="ignore"):  # what diverged is refused on arrival
-            return Threat(self._attack).means.forge(i, view, rng)
 
     @cached_property
     def model(self) -> Vector | None:

@@ -112,7 +112,7 @@ class Conditions:
         self._links = links
         self._people = people
         self._up, self._down = up, down
-        self._seed = seed
+        self.seed = seed
         self._by_edge = {pair(*b.edge): b for b in links.between if b.edge is not None}
         self._by_class = {pair_of(b.classes): b for b in links.between if b.classes is not None}
         self._drawn: dict[tuple[int, Distribution], npt.NDArray[np.float64]] = {}
@@ -168,7 +168,7 @@ class Conditions:
         """Return the latency of a link: the same in both directions, whenever it is asked for."""
         low, high = pair(i, j)
         if (low, spread) not in self._drawn:
-            rng = generator(self._seed, Purpose.LINKS, index=low)
+            rng = generator(self.seed, Purpose.LINKS, index=low)
             shares = rng.uniform(1e-12, 1.0, size=self._people.n)
             self._drawn[low, spread] = spread.quantiles(shares)
         return float(self._drawn[low, spread][high])

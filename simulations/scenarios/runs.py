@@ -1,4 +1,4 @@
-"""A scenario run on the virtual network into a run directory."""
+"""A scenario run into a run directory: on the virtual network, or on real processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ from typing import Any
 
 from peer.errors import UserError
 from peer.files import write_atomically
-from peer.rundir import MetricRow, RunWriter
-from simulations.runs import Equipment, clear_run
+from peer.plan_check import check_plan
+from peer.rundir import (
+    SUMMARY,
+    MetricRow,
+    RunWriter,
+    final_rows,
+    read_metrics,
+    write_json,
+)
+from simulations.runs import PROCESSES, Equipment, clear_run
 from simulations.scenarios.scenario import Scenario
 
 SCENARIO = "scenario.toml"
@@ -72,6 +80,31 @@ def run_scenario(
             **_honest([*last.values()]),
         }
         return writer.write_summary(wall_s=time.monotonic() - began, extra=extra)
+
+
+def run_real(scenario: Scenario, out: Path, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Run `scenario` on real processes of this machine; return the summary of the run in `out`.
+
+    An earlier run in `out` is replaced. Logs and the state of every process stay in
+    `out`/processes, those of a failed run too. Rows have seconds since the beginning as their time.
+    Beside the usual figures the summary has `real_s`, the end of the last round, and what
+    `RealFederation.told` adds. Raises FederationError when a process fails, UserError before any
+    starts when none could run the plan.
+    """
+    from simulations.scenarios.real import RealFederation
+
+    plan = scenario.plan
+    check_plan(plan)
+    clear_run(out)
+    federation = RealFederation(scenario, out / PROCESSES)
+    with federation:
+        federation.play(lambda _, row: progress(row) if progress is not None else None)
+    summary = federation.collect(out)
+    rows = read_metrics(out)
+    extra = {"real_s": round(max(row.time for row in rows), 3), **_honest(final_rows(rows))}
+    write_json(out / SUMMARY, summary | extra)
+    write_atomically(out / SCENARIO, scenario.to_toml())
+    return summary | extra
 
 
 def _honest(rows: Sequence[MetricRow]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from peer.matching.registry import CENTRAL
 from peer.plan import Name, Plan
 from simulations.scenarios.devices import Device, Devices, make_devices, population_of
 from simulations.scenarios.lines import Key, MistakeError, line_of, name_of
-from simulations.scenarios.links import Links, pair
+from simulations.scenarios.links import Conditions, Links, pair
 from simulations.scenarios.script import (
     BecomeMalicious,
     Drift,
@@ -106,6 +106,12 @@ class Scenario(Table):
             for c in sorted(clusters[i])
             for attack in sorted(attacks[i], key=str)
         ]
+
+    def conditions(self) -> Conditions:
+        """Return what every link is like at the beginning."""
+        devices = self.equipment
+        up, down = [own.up for own in devices], [own.down for own in devices]
+        return Conditions(self.links, self.people, up, down, self.plan.seed)
 
     def check(self) -> None:
         """Raise MistakeError when the tables contradict each other or name what there is not."""

@@ -29,7 +29,7 @@ from peer.randomness import Purpose, generator
 from peer.rounds import typical
 from simulations.population import SKETCH_PRECISION
 from simulations.scenarios.clock import Clock
-from simulations.scenarios.federation import Federation, Member, make_conditions
+from simulations.scenarios.federation import Federation, Member
 from simulations.scenarios.learning import Learning, Rules, Snapshot, Training
 from simulations.scenarios.scenario import Scenario
 from simulations.scenarios.world import Delays, World
@@ -143,7 +143,7 @@ class VirtualFederation(Federation[VirtualPeer]):
             scenario,
             learning,
             world=world,
-            conditions=make_conditions(scenario),
+            conditions=scenario.conditions(),
             peers=peers,
             evaluate_every=evaluate_every,
         )
@@ -174,7 +174,7 @@ class VirtualFederation(Federation[VirtualPeer]):
     def _begin(self, peer: VirtualPeer, t: int) -> None:
         """Choose candidates and start training."""
         self._script.reach(t)
-        if not self._script.meet(peer, t):
+        if not self._script.meet(peer.index, t):
             return
         peer.t, peer.stage, peer.began, peer.missing = t, "training", self.clock.now, 0
         peer.known = self.world.known(peer.index, t)

@@ -19,39 +19,66 @@ from simulations.scenarios.clock import Clock
 from simulations.scenarios.links import Conditions, Link, stall
 
 
+class Lane:
+    """One direction of a peer's connection: one payload at a time, first come first served.
+
+    `free`: when it has carried all that came so far; `busy`: for how long it has carried; seconds.
+    """
+
+    def __init__(self) -> None:
+        self.free = self.busy = 0.0
+
+    def upload(self, now: float, seconds: float) -> float:
+        """Carry a payload that is ready now for `seconds`; return when its first byte leaves."""
+        start = max(now, self.free)
+        self.free = start + seconds
+        self.busy += seconds
+        return start
+
+    def download(self, now: float, seconds: float, last: float) -> float:
+        """Carry a payload whose first byte is here now for `seconds`, and whose last byte is here
+        at `last` at best; return when all of it has been carried."""
+        self.free = max(max(now, self.free) + seconds, last)
+        self.busy += seconds
+        return self.free
+
+
+def delay(link: Link, rng: np.random.Generator) -> float:
+    """Return the seconds that the first byte of a message takes over a link, by draws of `rng`."""
+    seconds = link.latency + (stall(link, rng) if link.loss else 0.0)
+    return seconds + link.jitter.draw(rng)
+
+
 class Wire:
     """Carries messages among n peers; which of them arrive is not its affair.
 
-    `busy_up` and `busy_down` [n] are the seconds for which each connection has carried payload.
+    `up` and `down` [n] are the two directions of their connections.
     """
 
     def __init__(self, clock: Clock, conditions: Conditions, n: int, seed: int) -> None:
         self._clock = clock
         self._conditions = conditions
-        self._free_up, self._free_down = [0.0] * n, [0.0] * n
-        self.busy_up, self.busy_down = [0.0] * n, [0.0] * n
+        self.up, self.down = [[Lane() for _ in range(n)] for _ in range(2)]
         self._seed = seed
         self._draws: dict[int, np.random.Generator] = {}
 
     def tell(self, i: int, j: int, act: Callable[..., None], *arguments: Any) -> None:
         """Have `act(*arguments)` run when a message without payload from i reaches j."""
-        delay = self._delay(i, self._conditions.link(i, j))
-        self._clock.after(delay, act, *arguments)
+        link = self._conditions.link(i, j)
+        self._clock.after(delay(link, self._draw(i)), act, *arguments)
 
     def carry(self, i: int, j: int, size: int, act: Callable[..., None], *arguments: Any) -> None:
         """Have `act(*arguments)` run when the last of `size` bytes from i has reached j."""
         link = self._conditions.link(i, j)
         seconds = size / link.up
-        start = max(self._clock.now, self._free_up[i])
-        self._free_up[i] = start + seconds
-        self.busy_up[i] += seconds
-        delay = self._delay(i, link)
-        last = start + seconds + delay
-        self._clock.at(start + delay, self._arrive, j, size / link.down, last, act, arguments)
+        start = self.up[i].upload(self._clock.now, seconds)
+        lag = delay(link, self._draw(i))
+        last = start + seconds + lag
+        self._clock.at(start + lag, self._arrive, j, size / link.down, last, act, arguments)
 
     def forget(self, i: int) -> None:
         """Empty the queues of a peer whose process ended."""
-        self._free_up[i] = self._free_down[i] = self._clock.now
+        self.up[i].free = self.down[i].free = self._clock.now
 
     def _arrive(
         self,
@@ -62,19 +89,7 @@ class Wire:
         arguments: tuple[Any, ...],
     ) -> None:
         """The first byte is at j: queue there. `last` is when the last byte can be, at best."""
-        end = max(max(self._clock.now, self._free_down[j]) + seconds, last)
-        self._free_down[j] = end
-        self.busy_down[j] += seconds
-        self._clock.at(end, act, *arguments)
-
-    def _delay(self, i: int, link: Link) -> float:
-        delay = link.latency
-        if link.loss or link.jitter.kind != "constant":
-            rng = self._draw(i)
-            if link.loss:
-                delay += stall(link, rng)
-            return delay + link.jitter.draw(rng)
-        return delay + link.jitter.a
+        self._clock.at(self.down[j].download(self._clock.now, seconds, last), act, *arguments)
 
     def _draw(self, i: int) -> np.random.Generator:
         """Return the generator of messages from i. [choice] One for all of them: the order in which

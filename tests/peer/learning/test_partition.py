@@ -344,3 +344,17 @@ def test_natural_partitions_that_do_not_fit(tmp_path: Path) -> None:
         deal(dataset, plan(kind="natural", clusters=2), 0, own=False)
     everything = deal(dataset, plan(kind="none"), 0, own=True)
     assert len(everything.train_y) == 48
+
+
+def test_an_experiment_may_deal_a_part_and_as_another_cluster() -> None:
+    dataset = numbered()
+    plan = Plan(n=4, partition=PartitionPlan(kind="rotation", clusters=2, train_per_peer=20))
+    usual = deal(dataset, plan, 0, own=False)
+    half = deal(dataset, plan, 0, own=False, part=0.5)
+    assert np.array_equal(half.train_x, usual.train_x[::2])
+    assert np.array_equal(half.test_x, usual.test_x)
+    least = deal(dataset, plan, 0, own=False, part=0.001)
+    assert len(least.train_y) == 1
+    turned = deal(dataset, plan, 0, own=False, cluster=1)
+    assert np.array_equal(turned.train_x, np.rot90(usual.train_x, 2, axes=(2, 3)))
+    assert np.array_equal(turned.test_x, np.rot90(usual.test_x, 2, axes=(2, 3)))

@@ -83,6 +83,26 @@ def ticks(view: Membership, start: float, end: float) -> list[tuple[float, int]]
     return pinged
 
 
+def test_a_peer_hears_of_those_alone_that_it_can_reach() -> None:
+    view = Membership(
+        record(0),
+        settings=NETWORK,
+        n=10,
+        rounds=9,
+        rng=np.random.default_rng(0),
+        now=0.0,
+        reach=frozenset({1, 3}),
+    )
+    told(view, update(1))
+    told(view, update(2))
+    assert view.hear([update(4, incarnation=MAX_INCARNATION + 1)], 0.0) == []
+    told(view, update(3))
+    assert view.known(1) == [1, 3]
+    assert view.member(2) is None
+    told(view, update(0, State.DEAD))
+    assert view.own.record.incarnation == 2
+
+
 def test_joined_peers_are_known_by_index() -> None:
     view = membership()
     late = update(3)

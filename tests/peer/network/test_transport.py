@@ -118,6 +118,67 @@ async def test_reply_is_matched_and_stamped() -> None:
         assert (reply.sender, reply.plan, chunks) == ("c" * 32, "d" * 32, [])
 
 
+class Slow:
+    """A network that takes its time, tells what it carried, and may lose it."""
+
+    def __init__(self, seconds: float, *, loses: str = "") -> None:
+        self.carried: list[tuple[str, str, int]] = []
+        self._seconds = seconds
+        self._loses = loses
+
+    def introduce(self, index_of: Callable[[str], int | None]) -> None:
+        pass
+
+    async def leave(self, to: str, payload: int) -> bool:
+        return await self._carry("to", to, payload)
+
+    async def arrive(self, sender: str, payload: int) -> bool:
+        return await self._carry("from", sender, payload)
+
+    async def _carry(self, way: str, other: str, payload: int) -> bool:
+        self.carried.append((way, other, payload))
+        await asyncio.sleep(self._seconds)
+        return way != self._loses
+
+
+@asynccontextmanager
+async def over(network: Slow) -> AsyncIterator[tuple[Transport, Transport]]:
+    common = {"listen": "127.0.0.1:0", "handler": answer, "shaper": network}
+    async with (
+        Transport(**common, traffic=Traffic()) as server,
+        Transport(**common, traffic=Traffic()) as client,
+    ):
+        client.introduce(sender="a" * 32, plan="b" * 32)
+        yield server, client
+
+
+async def test_messages_take_as_long_as_the_network_between_lets_them() -> None:
+    network = Slow(0.1)
+    async with over(network) as (server, client):
+        started = time.monotonic()
+        _, chunks = await client.request(server.data, pull(), timeout=30, max_payload=MODEL.nbytes)
+        assert time.monotonic() - started >= 0.3
+        assert sum(map(len, chunks)) == MODEL.nbytes
+        address, sender, size = server.data, "a" * 32, MODEL.nbytes
+        assert network.carried == [
+            ("to", address, 0),
+            ("to", sender, size),
+            ("from", address, size),
+        ]
+        before = len(network.carried)
+        with pytest.raises(RefusedError):
+            await client.request(server.control, Members(), timeout=30)
+        assert len(network.carried) == before + 3
+
+
+@pytest.mark.parametrize("way", ["to", "from"])
+async def test_what_the_network_loses_is_unreachable(way: str) -> None:
+    async with over(Slow(0.0, loses=way)) as (server, client):
+        with pytest.raises(UnreachableError):
+            await client.request(server.control, PING, timeout=0.3)
+        assert server.traffic.totals()["wire_received"] == 0 or way == "from"
+
+
 async def test_replies_out_of_order_reach_their_requests() -> None:
     async with pair() as (server, client):
         waits = [0.3, 0.0, 0.2, 0.1]

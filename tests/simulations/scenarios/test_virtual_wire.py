@@ -80,7 +80,7 @@ def test_a_sender_carries_one_message_at_a_time() -> None:
         wire.carry(0, j, 1_000_000, note, f"to {j}")
     run(clock)
     assert seen == pytest.approx({"to 1": 1.1, "to 2": 2.1, "to 3": 3.1})
-    assert wire.busy_up[0] == pytest.approx(3.0)
+    assert wire.up[0].busy == pytest.approx(3.0)
 
 
 def test_a_receiver_takes_one_message_at_a_time_by_their_coming() -> None:
