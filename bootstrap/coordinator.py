@@ -373,6 +373,9 @@ class Coordinator:
                 noted = self._clock()
             await self._change(1.0)
         self._method = method = new_method(self.plan, self._layout)
+        if self._store is not None:
+            saved = Saved(self._layout, method, dict(self._owners), Standing({}), tuple(there))
+            await asyncio.to_thread(self._store.save, saved)
         self._publish(method)
         return method
 

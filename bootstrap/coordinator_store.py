@@ -1,28 +1,28 @@
 """What a coordinator keeps across restarts: the models, and who stands where.
 
-`coordinator.json` is replaced after every round. Of IFCA and FedAvg it names the models, which lie
-beside it; of CFL the tree is written after it, and what the tree says counts: a crash between the
-two leaves the round before.
+`coordinator.json` is written before the first round, so that it is missed when it is gone, and
+replaced after every round. Of IFCA and FedAvg it names the models, which lie beside it; of CFL the
+tree is written after it, and what the tree says counts: a crash between the two leaves the round
+before.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from bootstrap.coordination.rounds import ClusterRounds, Method, ModelRounds
 from bootstrap.coordination.tensor_files import TensorDigest, TensorFiles
 from bootstrap.coordination.tree import ParameterTree
 from bootstrap.coordination.tree_store import TREE, TreeStore
 from peer.errors import StateError
-from peer.files import write_atomically
 from peer.network.messages import Digest, Index, ModelNumber, PeerId, Round
 from peer.plan import Plan
+from peer.rundir import METRICS
+from peer.sealed import Sealed
 from peer.standing import Standing
 
 FILE = "coordinator.json"
@@ -43,10 +43,8 @@ class Layout(BaseModel):
     fingerprint: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")]
 
 
-class _Saved(BaseModel):
-    """What the file holds; `checksum` is over all other fields."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _Saved(Sealed):
+    """What the file holds."""
 
     plan: Digest
     t: Round
@@ -57,11 +55,6 @@ class _Saved(BaseModel):
     trained: dict[Index, ModelNumber]
     present: tuple[Index, ...]
     models: tuple[TensorDigest | None, ...]
-    checksum: str
-
-    def expected_checksum(self) -> str:
-        fields = self.model_dump(mode="json", exclude={"checksum"})
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -101,10 +94,8 @@ class CoordinatorStore:
                 plan=self._plan.digest, t=method.version, layout=saved.layout, draw=method.draw,
                 owners=saved.owners, places=dict(saved.standing.places),
                 trained=dict(saved.standing.trained), present=saved.present, models=models,
-                checksum="",
             )  # fmt: skip
-            record = record.model_copy(update={"checksum": record.expected_checksum()})
-            write_atomically(self._directory / FILE, record.model_dump_json(indent=1))
+            record.write(self._directory / FILE)
             if isinstance(method, ClusterRounds):
                 self._tree.save(method.server.tree, method.version)
             else:
@@ -115,33 +106,43 @@ class CoordinatorStore:
     def load(self) -> Saved | None:
         """Return what was saved; None where no round has been finished.
 
-        Raises StateError when it is damaged or of another plan.
+        Raises StateError when it is damaged, lost, or of another plan.
         """
         path = self._directory / FILE
         try:
-            record = _Saved.model_validate_json(path.read_bytes())
+            record = _Saved.load(path)
         except FileNotFoundError:
-            if (self._directory / TREE).exists():
-                raise StateError(f"{self._directory} holds a tree but no {FILE}") from None
+            if self._learned():
+                raise StateError(
+                    f"{self._directory} holds a run but no {FILE}",
+                    "restore it from a copy, or begin anew, every node with another --state",
+                ) from None
             return None
-        except (OSError, ValidationError):
-            raise StateError(f"{path} is damaged") from None
-        if record.checksum != record.expected_checksum():
-            raise StateError(f"{path} is damaged: its checksum does not fit")
         if record.plan != self._plan.digest:
             raise StateError(f"{path} belongs to a federation of another plan")
+        if record.t == 0:
+            return None
         standing = Standing(record.places, record.trained)
         if self._plan.method != "cfl":
             return self._saved(record, self._models(record), standing)
         loaded = self._tree.load(record.layout.size, record.layout.trainable)
-        tree, t = loaded or (None, 0)
-        if t not in (record.t, record.t - 1):
-            raise StateError(f"{path} and the tree beside it are of different rounds")
-        if tree is None:
+        if loaded is None or loaded[1] not in (record.t, record.t - 1):
+            raise StateError(f"the tree beside {path} is lost, or of another round")
+        tree, t = loaded
+        if t == 0:
             return None
         if t < record.t:
             standing = Standing(dict(tree.places))
         return self._saved(record, ClusterRounds(self._plan, tree, t), standing)
+
+    def _learned(self) -> bool:
+        """Return whether there is what is only written once the file is there."""
+        rows = self._directory / METRICS
+        return (
+            (self._directory / TREE).exists()
+            or any((self._directory / MODELS).glob("*.safetensors"))
+            or (rows.exists() and rows.stat().st_size > 0)
+        )
 
     def _models(self, record: _Saved) -> Method:
         method = ModelRounds(self._plan)

@@ -6,34 +6,23 @@ stay with it; only when none is free is the one taken back whose holder was not 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from peer.errors import RefusedError, StateError
-from peer.files import write_atomically
 from peer.network.messages import Digest, Index, PeerId, PeerRecord, Reason
+from peer.sealed import Sealed
 
 _FILE = "registry.json"
 
 
-class _Saved(BaseModel):
-    """What the state directory holds; `checksum` is over all other fields."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _Saved(Sealed):
+    """What the state directory holds."""
 
     plan: Digest
     model: Digest
     holders: dict[PeerId, Index]
-    checksum: str
-
-    def expected_checksum(self) -> str:
-        fields = self.model_dump(mode="json", exclude={"checksum"})
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass
@@ -140,25 +129,25 @@ class Registry:
     def save(self, directory: Path) -> None:
         """Write the registry to a state directory, atomically. Raises OSError."""
         holders = {peer: holder.index for peer, holder in self._holders.items()}
-        saved = _Saved(plan=self._plan, model=self._model, holders=holders, checksum="")
-        saved = saved.model_copy(update={"checksum": saved.expected_checksum()})
-        write_atomically(directory / _FILE, saved.model_dump_json(indent=2))
+        _Saved(plan=self._plan, model=self._model, holders=holders).write(directory / _FILE)
         self.changed = False
 
     def load(self, directory: Path, now: float) -> None:
         """Take over what `save` wrote, if there is anything; all holders count as seen now.
 
-        Raises StateError when the file is damaged or belongs to another plan.
+        Raises StateError when the file is damaged, lost, or belongs to another plan.
         """
         path = directory / _FILE
         try:
-            saved = _Saved.model_validate_json(path.read_bytes())
+            saved = _Saved.load(path)
         except FileNotFoundError:
+            # It is the first file that a node writes: what a coordinator knows comes after it.
+            if any(directory.glob("*.json*")):
+                raise StateError(
+                    f"{directory} holds a run but no {_FILE}",
+                    "restore it from a copy, or begin anew, every node with another --state",
+                ) from None
             return
-        except (OSError, ValidationError) as error:
-            raise StateError(f"{path} is damaged: {type(error).__name__}") from None
-        if saved.checksum != saved.expected_checksum():
-            raise StateError(f"{path} is damaged: its checksum does not fit")
         if saved.plan != self._plan:
             raise StateError(f"{path} belongs to a federation of another plan")
         self._holders = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
@@ -13,18 +14,23 @@ from peer.errors import StateError
 def hold_directory(path: Path) -> IO[str]:
     """Make a state directory and hold it for this process until the returned file is closed.
 
-    Raises StateError when another process holds it, or when it cannot be used.
+    What an earlier process had not finished writing there is removed. Raises StateError when
+    another process holds it, or when it cannot be used.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = (path / "lock").open("a", encoding="ascii")
+        with ExitStack() as opened:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = opened.enter_context((path / "lock").open("a", encoding="ascii"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_unfinished(path)
+            opened.pop_all()
+    except BlockingIOError:
+        raise StateError(
+            f"the state directory {path} is in use by another process",
+            "every process has its own --state",
+        ) from None
     except OSError as error:
         raise StateError(f"cannot use the state directory {path}: {error.strerror}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise StateError(f"the state directory {path} is in use by another process") from None
     return lock
 
 
@@ -32,7 +38,7 @@ def write_atomically(path: Path, content: bytes | str, *, mode: int = 0o644) -> 
     """Replace `path` by `content` (text as UTF-8): after a crash the old or the new file is there.
 
     The bytes are on the disk before the new name is, and the name before this returns. Raises
-    OSError.
+    OSError that names `path`.
     """
     raw = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
@@ -43,8 +49,11 @@ def write_atomically(path: Path, content: bytes | str, *, mode: int = 0o644) -> 
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        # A full disk has no name by itself, and the temporary one says nothing to a person.
+        error.filename, error.filename2 = os.fspath(path), None
         raise
     directory = os.open(path.parent, os.O_RDONLY)
     try:

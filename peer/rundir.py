@@ -113,7 +113,7 @@ class RunWriter:
     """Writes a run directory, row by row; one writer a directory at a time.
 
     Opens or goes on with the directory `path` of `plan`. Raises StateError when it holds a run of
-    another plan or cannot be written.
+    another plan or cannot be written, UserError when a row in it is damaged.
     """
 
     def __init__(self, path: Path, plan: Plan) -> None:
@@ -123,8 +123,10 @@ class RunWriter:
             path.mkdir(parents=True, exist_ok=True)
             self._keep_plan()  # first: a run that is killed here is still known for one
             (path / MODELS).mkdir(exist_ok=True)
-            for name in (METRICS, TOPOLOGY):
+            for name, read in ((METRICS, read_metrics), (TOPOLOGY, read_topology)):
                 _cut_torn_line(path / name)
+                if (path / name).exists():  # now, rather than when all is summed up
+                    read(path)
             self._metrics = (path / METRICS).open("a", encoding="utf-8")
             self._topology = (path / TOPOLOGY).open("a", encoding="utf-8")
         except OSError as error:
@@ -426,7 +428,10 @@ def _read(path: Path, kind: type[RowT]) -> list[RowT]:
         try:
             row = kind.model_validate_json(line)
         except ValidationError as error:
-            raise UserError(f"{path} line {number}: {describe(error)}") from None
+            raise UserError(
+                f"{path} line {number}: {describe(error)}",
+                "remove that line: nothing but the figures of its round is lost",
+            ) from None
         rows[row.t, row.index] = row
     return [rows[key] for key in sorted(rows)]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -29,23 +30,30 @@ from peer.errors import StateError
 from peer.files import hold_directory, remove_unfinished, write_atomically
 from peer.learning.learner import Vector
 from peer.network.messages import Index, PeerId, PeerRecord, Round
-from peer.rundir import MODELS
+from peer.rundir import METRICS, MODELS
+from peer.sealed import Sealed
 
+log = logging.getLogger(__name__)
+
+IDENTITY = "identity.json"
+PEERS = "peers.json"
+_CHECKPOINTS = "checkpoint-*.safetensors"
 GENERATIONS = 2
+RESTORE_OR_LEAVE = "restore it from a copy, or begin anew with another --state"
 MODEL_CARD = "model.json"
 """How to build the model again without its data: a `peer.learning.learner.ModelCard`."""
 
 
-class Identity(BaseModel):
+class Identity(Sealed):
     """Who this peer is, for as long as its state directory lives."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     peer: PeerId
     incarnation: int = Field(ge=0, lt=2**53)
     index: Index | None = None
     ports: tuple[Annotated[int, Field(ge=1, le=65_535)], ...] = Field(default=(), max_length=2)
     """Where it listened: others look for it there, and where all were stopped nobody else knows."""
+    learned: bool = False
+    """Whether a checkpoint was ever written: if there is none now, it was lost."""
 
 
 class _Meta(BaseModel):
@@ -81,10 +89,10 @@ class StateDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._identity: Identity | None = None
         self._lock = hold_directory(path)
         try:
-            for directory in (path, path / MODELS):
-                remove_unfinished(directory)
+            remove_unfinished(path / MODELS)
         except OSError as error:
             raise StateError(f"cannot write to {path}: {error.strerror}") from None
 
@@ -94,9 +102,9 @@ class StateDirectory:
     def __exit__(self, *_: object) -> None:
         self._lock.close()
 
-    def _write(self, name: str, content: bytes, mode: int = 0o644) -> None:
+    def _write(self, name: str, content: bytes) -> None:
         try:
-            write_atomically(self.path / name, content, mode=mode)
+            write_atomically(self.path / name, content)
         except OSError as error:
             raise StateError(f"cannot write {self.path / name}: {error.strerror}") from None
 
@@ -106,25 +114,29 @@ class StateDirectory:
         The incarnation is above every earlier one: what others believed of the peer before its
         restart no longer counts.
         """
-        path = self.path / "identity.json"
-        # The clock puts it above incarnations that were raised after the last write, too.
-        now = int(time.time())
-        if path.exists():
-            try:
-                old = Identity.model_validate_json(path.read_bytes())
-            except (OSError, ValidationError):
-                raise StateError(f"{path} is damaged") from None
-            identity = old.model_copy(update={"incarnation": max(old.incarnation + 1, now)})
-        else:
-            if any(self.path.glob("checkpoint-*.safetensors")):
-                raise StateError(f"{self.path} holds checkpoints but no identity.json")
+        # The clock puts it above incarnations that were raised after the last write, too; where the
+        # clock was set back, a peer that hears of such a one goes above it.
+        now = max(0, int(time.time()))
+        try:
+            old = Identity.load(self.path / IDENTITY)
+        except FileNotFoundError:
+            if any(self.path.glob(_CHECKPOINTS)) or _holds_rows(self.path):
+                raise StateError(
+                    f"{self.path} holds a run but no {IDENTITY}", RESTORE_OR_LEAVE
+                ) from None
             identity = Identity(peer=secrets.token_hex(16), incarnation=now)
+        else:
+            identity = old.model_copy(update={"incarnation": max(old.incarnation + 1, now)})
         self.keep_identity(identity)
         return identity
 
     def keep_identity(self, identity: Identity) -> None:
         """Write the identity (mode 0600)."""
-        self._write("identity.json", identity.model_dump_json().encode(), 0o600)
+        try:
+            identity.write(self.path / IDENTITY, mode=0o600)
+        except OSError as error:
+            raise StateError(f"cannot write {self.path / IDENTITY}: {error.strerror}") from None
+        self._identity = identity
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint beside the one before it."""
@@ -138,20 +150,28 @@ class StateDirectory:
         model = np.ascontiguousarray(checkpoint.model, dtype=np.float32)
         content = save({"model": model}, metadata={"meta": meta, "sha256": _checksum(meta, model)})
         self._write(f"checkpoint-{checkpoint.t % GENERATIONS}.safetensors", content)
+        if self._identity is not None and not self._identity.learned:
+            self.keep_identity(self._identity.model_copy(update={"learned": True}))
 
     def newest(self) -> Checkpoint | None:
         """Return the newest whole checkpoint; None where there has never been one."""
-        return newest_checkpoint(self.path)
+        found = newest_checkpoint(self.path)
+        if found is None and self._identity is not None and self._identity.learned:
+            raise StateError(f"the checkpoints in {self.path} are gone", RESTORE_OR_LEAVE)
+        return found
 
     def remember(self, records: Sequence[PeerRecord]) -> None:
         """Write the peers to look for after a restart."""
-        self._write("peers.json", _RECORDS.dump_json(list(records)))
+        self._write(PEERS, _RECORDS.dump_json(list(records)))
 
     def remembered(self) -> list[PeerRecord]:
         """Return the peers of the last `remember`; a damaged list is as good as none."""
         try:
-            return _RECORDS.validate_json((self.path / "peers.json").read_bytes())
+            return _RECORDS.validate_json((self.path / PEERS).read_bytes())
+        except FileNotFoundError:
+            return []
         except (OSError, ValidationError):
+            log.warning("%s is damaged; nobody is remembered", self.path / PEERS)
             return []
 
     def write_json(self, name: str, value: object) -> None:
@@ -167,11 +187,17 @@ def newest_checkpoint(path: Path) -> Checkpoint | None:
 
     Raises StateError when there are some and none is whole.
     """
-    files = sorted(path.glob("checkpoint-*.safetensors"))
+    files = sorted(path.glob(_CHECKPOINTS))
     whole = [checkpoint for file in files if (checkpoint := _read(file)) is not None]
     if files and not whole:
-        raise StateError(f"every checkpoint in {path} is damaged")
+        raise StateError(f"every checkpoint in {path} is damaged", RESTORE_OR_LEAVE)
     return max(whole, key=lambda checkpoint: checkpoint.t, default=None)
+
+
+def _holds_rows(path: Path) -> bool:
+    """Return whether a run has left rows in a directory."""
+    rows = path / METRICS
+    return rows.exists() and rows.stat().st_size > 0
 
 
 def _checksum(meta: str, model: Vector) -> str:
@@ -187,9 +213,11 @@ def _read(path: Path) -> Checkpoint | None:
             metadata = file.metadata() or {}
             model = file.get_tensor("model")
         meta = _Meta.model_validate_json(metadata["meta"])
-    except (OSError, SafetensorError, KeyError, ValidationError):
-        return None
-    if model.dtype != np.float32 or _checksum(metadata["meta"], model) != metadata["sha256"]:
+        whole = _checksum(metadata["meta"], model) == metadata["sha256"]
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        whole = False
+    if not whole or model.dtype != np.float32 or model.ndim != 1:
+        log.warning("%s is damaged", path)
         return None
     return Checkpoint(
         plan=meta.plan,

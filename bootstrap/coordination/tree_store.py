@@ -9,13 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from bootstrap.coordination.tensor_files import TensorDigest, TensorFiles
 from bootstrap.coordination.tree import Edge, Node, ParameterTree
 from peer.errors import StateError
-from peer.files import write_atomically
 from peer.plan import MAX_PEERS
+from peer.sealed import Sealed
 
 TREE = "tree"
 """Where a run directory holds its parameter tree."""
@@ -50,7 +50,7 @@ class NodeRecord(_Record):
     update: TensorDigest
 
 
-class TreeRecord(_Record):
+class TreeRecord(Sealed):
     """A tree as `tree.json` has it, after round `t`."""
 
     version: Literal[1] = 1
@@ -83,7 +83,7 @@ class TreeStore:
                 places=tree.places,
                 nodes=tuple(self._write_node(v, node) for v, node in enumerate(tree.nodes)),
             )
-            write_atomically(self.directory / INDEX, record.model_dump_json(indent=1))
+            record.write(self.directory / INDEX)
             self._tensors.keep(
                 {node.update for node in record.nodes}
                 | {node.edge.updates for node in record.nodes if node.edge}
@@ -148,9 +148,9 @@ def read_index(path: Path) -> TreeRecord:
     try:
         if path.stat().st_size > MAX_INDEX:
             raise StateError(f"{path} is too large to be a tree")
-        record = TreeRecord.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError):
-        raise StateError(f"{path} is missing or damaged") from None
+        record = TreeRecord.load(path)
+    except OSError:
+        raise StateError(f"{path} is missing") from None
     count = len(record.nodes)
     joined = [(child, v) for v, node in enumerate(record.nodes) for child in node.children or ()]
     # Every node but the root is the child of exactly its parent, which comes before it.

@@ -491,6 +491,8 @@ class Transport:
         return self._links[address]
 
     async def _collect(self, link: _Link) -> None:
+        if link.socket.closed:  # given up before this task had its first turn
+            return
         plain: zmq.Socket[bytes] = zmq.Socket.shadow(link.socket.underlying)
         while not link.socket.closed:
             header, *chunks = await _receive(link.socket, plain, link.most_frames)

@@ -196,7 +196,7 @@ async def test_promise_that_cannot_be_saved_is_not_made(
         asker(node, 1) as a,
     ):
         with monkeypatch.context() as patch:
-            patch.setattr("bootstrap.registry.write_atomically", full)
+            patch.setattr("peer.sealed.write_atomically", full)
             assert await a.refusal(Enrol()) == Reason.BUSY
         assert await a.enrol() == 0
 

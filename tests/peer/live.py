@@ -15,7 +15,7 @@ from typing import Any
 from peer.errors import UserError
 from peer.plan import Plan
 from peer.rundir import MetricRow, TopologyRow, read_metrics, read_topology
-from peer.state import Checkpoint, Identity, newest_checkpoint
+from peer.state import IDENTITY, Checkpoint, Identity, newest_checkpoint
 from simulations.processes import Federation, Worker
 
 Start = Callable[..., Federation]
@@ -103,7 +103,7 @@ def checkpoint(worker: Worker) -> Checkpoint:
 
 def identity(worker: Worker) -> tuple[str, int | None]:
     """Return a peer's id and index."""
-    found = Identity.model_validate_json((worker.directory / "identity.json").read_bytes())
+    found = Identity.load(worker.directory / IDENTITY)
     return found.peer, found.index
 
 

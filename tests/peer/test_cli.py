@@ -212,7 +212,7 @@ def test_health_is_that_of_the_event_loop(waiting: Worker, tmp_path: Path) -> No
 
 
 def test_replicas_are_healthy_when_all_are(tmp_path: Path) -> None:
-    now = {"time": time.time() + 60, "status": {"finished": 7}}
+    now = {"time": time.time() + 10, "status": {"finished": 7}}
     for number, report in enumerate([now, now, now | {"time": time.time() - 90}]):
         state = tmp_path / f"replica-{number}"
         state.mkdir()

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ConfigDict
 from safetensors.numpy import save_file
 
 from bootstrap.coordination.tree import ParameterTree
 from bootstrap.coordination.tree_store import INDEX, TreeStore, read_index
 from peer.errors import StateError
+from peer.sealed import Sealed
 
 SIZE, TRAINABLE = 5, 4
+
+
+class Anything(Sealed):
+    """A whole file, whatever it says."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 def vector(*values: float) -> np.ndarray:
@@ -196,12 +203,12 @@ def test_damaged_tensors_are_refused(tmp_path: Path) -> None:
 def test_tensors_of_another_kind_are_refused(tmp_path: Path, values: np.ndarray) -> None:
     store = TreeStore(tmp_path, "digest")
     store.save(grown(), 12)
-    index = json.loads((tmp_path / INDEX).read_text())
+    index = Anything.load(tmp_path / INDEX).model_dump()
     save_file({"values": values}, tmp_path / "new")
     digest = hashlib.sha256((tmp_path / "new").read_bytes()).hexdigest()
     (tmp_path / "new").rename(tmp_path / f"{digest}.safetensors")
     index["nodes"][0]["update"] = digest
-    (tmp_path / INDEX).write_text(json.dumps(index))
+    Anything.model_validate(index).write(tmp_path / INDEX)
     with pytest.raises(StateError, match="does not hold"):
         store.load(SIZE, TRAINABLE)
 
@@ -225,18 +232,18 @@ def test_tensors_of_another_kind_are_refused(tmp_path: Path, values: np.ndarray)
 )
 def test_what_is_no_tree_is_refused(tmp_path: Path, node: int, key: str, value: object) -> None:
     TreeStore(tmp_path, "digest").save(grown(), 12)
-    index = json.loads((tmp_path / INDEX).read_text())
+    index = Anything.load(tmp_path / INDEX).model_dump()
     index["nodes"][node][key] = value
-    (tmp_path / INDEX).write_text(json.dumps(index))
+    Anything.model_validate(index).write(tmp_path / INDEX)
     with pytest.raises(StateError, match=r"not a tree|damaged"):
         read_index(tmp_path / INDEX)
 
 
 def test_peers_at_nodes_that_are_not_there_are_refused(tmp_path: Path) -> None:
     TreeStore(tmp_path, "digest").save(grown(), 12)
-    index = json.loads((tmp_path / INDEX).read_text())
+    index = Anything.load(tmp_path / INDEX).model_dump()
     index["places"]["3"] = 5
-    (tmp_path / INDEX).write_text(json.dumps(index))
+    Anything.model_validate(index).write(tmp_path / INDEX)
     with pytest.raises(StateError, match="not a tree"):
         read_index(tmp_path / INDEX)
     with pytest.raises(StateError, match="missing"):
