@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -68,9 +67,8 @@ def failures(directory: Path, minutes: float) -> list[Outcome]:
         "loop blocked": lambda worker: worker.send(signal.SIGUSR1),
     }
     outcomes = []
-    everyone = range(10)
     with Ground(directory, 10) as ground:
-        assert seconds_until(lambda: ground.united(everyone), START) < START
+        assert seconds_until(lambda: ground.united(range(10)), START) < START
         for victim, (name, strike) in enumerate(misfortunes.items(), start=1):
             since = time.time()
             strike(ground.peers[victim])
@@ -80,11 +78,26 @@ def failures(directory: Path, minutes: float) -> list[Outcome]:
             met = median <= 10 and most <= 25
             outcomes.append(Outcome(f"1 of 10 {name}: noticed", "10 s median, 25 s", told, met))
             ground.peers[victim].kill()
-            back = time.time()
-            ground.restart_elsewhere(victim)
-            took = seconds_until(partial(ground.united, everyone, back), PATIENCE)
-            outcomes.append(within("  started again at a new port: known to all", took, 15))
+            outcomes.append(_comes_back(ground, victim))
     return outcomes
+
+
+def _comes_back(ground: Ground, number: int) -> Outcome:
+    """Start a peer again at another port; it is back when all know it.
+
+    How long its process takes to start is the machine's affair, and told apart.
+    """
+    killed = time.time()
+    ground.restart_elsewhere(number)
+    started = seconds_until(lambda: ground.health(number).get("time", 0.0) > killed, PATIENCE)
+    up = time.time()
+    took = seconds_until(lambda: ground.united(range(ground.n), up), PATIENCE)
+    return Outcome(
+        "  started again at a new port: known to all",
+        "15 s",
+        f"{took:.1f} s (its start took {started:.1f} s)",
+        took <= 15,
+    )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -288,6 +289,29 @@ async def test_restart_at_another_port_is_found(context: zmq.asyncio.Context) ->
                 )
 
             await eventually(found, 15)
+
+
+async def test_any_of_several_bootstrap_nodes_will_do() -> None:
+    """Each knows who is there, so that it gives no index twice; and then neither is needed."""
+    plan = Plan(n=3)
+    async with AsyncExitStack() as stack:
+        async with (
+            BootstrapNode(plan, listen="127.0.0.1:0") as one,
+            BootstrapNode(plan, listen="127.0.0.1:0") as other,
+        ):
+            both: dict[str, Any] = {
+                "plan": plan.digest,
+                "bootstrap": [one.address, other.address],
+            }
+            a = await stack.enter_async_context(node(0, **both))
+            b = await stack.enter_async_context(node(1, **both))
+            await eventually(lambda: len(one.guests) == len(other.guests) == 2, 60)
+            async with plain() as newcomer:
+                enrolled = await enrol(newcomer, [other.address], index=None, peer_id=peer_id(2))
+            assert enrolled is not None
+            assert enrolled.index == 2
+        c = await stack.enter_async_context(node(2, peers=[a.transport.control], **both))
+        await eventually(lambda: c.known() == [0, 1] and b.known() == [0, 2], 60)
 
 
 async def test_two_with_one_id_harm_nobody(caplog: pytest.LogCaptureFixture) -> None:
