@@ -204,7 +204,7 @@ def siege(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Siege]:
     # Every lie is heard, however many there are.
     with battle(directory, [gate], rounds=rounds, round_timeout=3600.0, ban_score=1e9) as fight:
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(110)
         honest_ones, (enemy,) = fight.records()
         truth = sorted_by_index([*honest_ones, enemy])
         yield Siege(fight, gate, honest_ones, enemy.peer, truth)

@@ -7,11 +7,13 @@ and when), their health files (whom they know, what they hold), their rows (exch
 from __future__ import annotations
 
 import json
+import random
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -73,7 +75,7 @@ class Ground:
             "--state": str(self._directory / name),
             "--index": str(number),
             # A port that no earlier life had: those of before are for others to mistake.
-            "--listen": f"{side.host}:{free_port()}",
+            "--listen": f"{side.host}:{free_ports()}",
         }
         return self._worker(
             name, side, [str(ONE_PEER)], [part for flag in flags.items() for part in flag]
@@ -138,6 +140,16 @@ class Ground:
         except UserError:
             return []
         return [row for row in rows if since <= row.time < until]
+
+
+def free_ports() -> int:
+    """Return a port that is free, as is the next one, of those that the kernel gives to nobody."""
+    while True:
+        port = random.randrange(12_000, 32_000, 2)
+        with suppress(OSError), socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", port))
+            other.bind(("127.0.0.1", port + 1))
+            return port
 
 
 def seconds_until(reached: Callable[[], bool], limit: float) -> float:

@@ -12,6 +12,7 @@ namespaces, which need root; any user is root of a network of its own by
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -35,6 +36,8 @@ def main() -> int:
     parser.add_argument("--only", choices=BARS, action="append", help="repeatable")
     parser.add_argument("--out", type=Path, default=None, help="keeps states and logs there")
     asked = parser.parse_args()
+    # However it ends, no process of a federation is left.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
         for name in asked.only or BARS:
