@@ -37,6 +37,19 @@ HEALTHY_AGE = 15.0
 
 Strings = list[str] | None
 StateOption = Annotated[Path | None, typer.Option(help="Directory of this peer's state.")]
+BrokerOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Broker to meet at without a bootstrap node.",
+        metavar="mqtts://USER@HOST[:PORT]/FEDERATION",
+    ),
+]
+BrokerCa = Annotated[
+    Path | None, typer.Option(help="File with the CA certificate that the broker's is from.")
+]
+BrokerPassword = Annotated[
+    Path | None, typer.Option("--mqtt-password", help="File with the broker's password.")
+]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="TOML file with settings.", envvar="PANMESH_CONFIG")
 ]
@@ -61,6 +74,9 @@ def run(
     peer: Annotated[
         Strings, typer.Option(help="Another peer to dial; repeatable.", metavar="HOST:PORT")
     ] = None,
+    mqtt: BrokerOption = None,
+    mqtt_ca: BrokerCa = None,
+    mqtt_password_file: BrokerPassword = None,
     state: StateOption = None,
     data: Annotated[str | None, typer.Option(help="This peer's own data.", metavar="SPEC")] = None,
     model: Annotated[

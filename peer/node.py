@@ -12,10 +12,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import zmq.asyncio
@@ -28,7 +28,7 @@ from peer.memory import torch_without_tracing
 from peer.network.address import dial_address, facing
 from peer.network.messages import PeerRecord, Reason, Reply, Request
 from peer.network.swarm import Swarm, enrol
-from peer.network.traffic import Traffic
+from peer.network.traffic import Fault, Traffic
 from peer.network.transport import Buffer, Transport
 from peer.permutation import Permutation
 from peer.plan import Plan
@@ -38,6 +38,10 @@ from peer.rundir import PLAN, MetricRow
 from peer.settings import PeerSettings
 from peer.state import MODEL_CARD, Checkpoint, Identity, StateDirectory
 from peer.surroundings import Surroundings
+
+if TYPE_CHECKING:
+    from peer.network.discovery import Discovery
+    from peer.network.identity import IdentityKey
 
 log = logging.getLogger(__name__)
 
@@ -96,20 +100,24 @@ class Peer:
         """
         settings = self._settings
         with StateDirectory(settings.state) as state:
-            identity = state.identity()
+            key = None if settings.mqtt is None else state.key()
+            identity = state.identity(None if key is None else key.peer)
             checkpoint = state.newest()
-            async with Transport(
-                listen=settings.listen,
-                advertise=self._advertised(),
-                handler=self._handle,
-                traffic=self._traffic,
-                ports=identity.ports,
-                context=self._context,
-                shaper=self._shaper,
-            ) as transport:
+            async with (
+                Transport(
+                    listen=settings.listen,
+                    advertise=self._advertised(),
+                    handler=self._handle,
+                    traffic=self._traffic,
+                    ports=identity.ports,
+                    context=self._context,
+                    shaper=self._shaper,
+                ) as transport,
+                self._discovery(key, identity, transport) as discovery,
+            ):
                 if self._on_listening is not None:
                     self._on_listening(transport.control)
-                plan, index = await self._enrol(transport, identity, checkpoint)
+                plan, index = await self._enrol(transport, discovery, identity, checkpoint)
                 self._check_central(plan)
                 _check_checkpoint(checkpoint, plan, index, settings.state)
                 if checkpoint is not None and checkpoint.t >= plan.rounds:
@@ -148,6 +156,8 @@ class Peer:
                 )
                 if self._shaper is not None:
                     self._shaper.introduce(swarm.index_of)
+                if discovery is not None:
+                    discovery.join(swarm)
                 self._rounds = self._make_rounds(
                     plan=plan,
                     index=index,
@@ -155,6 +165,7 @@ class Peer:
                     state=state,
                     swarm=swarm,
                     transport=transport,
+                    discovery=discovery,
                 )
                 return await self._live(swarm, self._rounds, state, checkpoint)
 
@@ -167,8 +178,16 @@ class Peer:
         state: StateDirectory,
         swarm: Swarm,
         transport: Transport,
+        discovery: Discovery | None,
     ) -> Rounds | Coordinated:
         """Return the rounds of the plan's method. Raises UserError for a secret of no use."""
+
+        def on_round(plan: Plan, row: MetricRow) -> None:
+            if self._on_round is not None:
+                self._on_round(plan, row)
+            if discovery is not None:
+                discovery.report(plan, row)
+
         common: dict[str, Any] = {
             "plan": plan,
             "index": index,
@@ -178,7 +197,7 @@ class Peer:
             "transport": transport,
             "traffic": self._traffic,
             "in_worker": self._in_worker,
-            "on_round": self._on_round,
+            "on_round": on_round,
         }
         if plan.method not in CENTRAL:
             return Rounds(**common, surroundings=self._surroundings)
@@ -240,27 +259,67 @@ class Peer:
             raise UserError("--advertise auto needs a --bootstrap or --peer to face")
         return facing(others[0])
 
+    def _discovery(
+        self, key: IdentityKey | None, identity: Identity, transport: Transport
+    ) -> AbstractAsyncContextManager[Discovery | None]:
+        """Return what this peer says and hears at a broker, if it has one. Raises UserError."""
+        login = self._settings.broker()
+        if login is None or key is None:
+            return nullcontext()
+        from peer.network.discovery import Discovery
+
+        return Discovery(
+            login,
+            key=key,
+            blame=lambda topic, detail: transport.blame(
+                Fault.CONTENT, topic, f"{login.place} {topic}: {detail}"
+            ),
+            rng=generator(identity.incarnation, Purpose.TOPOLOGY),
+        )
+
     async def _enrol(
-        self, transport: Transport, identity: Identity, checkpoint: Checkpoint | None
+        self,
+        transport: Transport,
+        discovery: Discovery | None,
+        identity: Identity,
+        checkpoint: Checkpoint | None,
     ) -> tuple[Plan, int]:
-        """Return the plan and this peer's index, from the plan file or the bootstrap node."""
+        """Return the plan and this peer's index: from files, the bootstrap node, or the broker."""
         settings = self._settings
+        index = settings.index
         plan = self._plan
         if plan is None and settings.plan is not None:
             plan = Plan.load(settings.plan)
-        if plan is not None and settings.index is not None:
-            if settings.index >= plan.n:
-                raise UserError(f"--index {settings.index} is not in 0..{plan.n - 1}")
-            return plan, settings.index
-        joined = settings.state / PLAN
-        remembered = Plan.load(joined) if joined.exists() else None
-        if checkpoint is not None and remembered is not None:
-            # It knows all that a bootstrap node could tell, and the others may wait for it.
-            return remembered, checkpoint.index
-        index = identity.index if identity.index is not None else settings.index
+        if plan is not None and index is not None:
+            if index >= plan.n:
+                raise UserError(f"--index {index} is not in 0..{plan.n - 1}")
+        else:
+            joined = settings.state / PLAN
+            remembered = Plan.load(joined) if joined.exists() else None
+            if checkpoint is not None and remembered is not None:
+                # It knows all that others could tell, and they may wait for it.
+                plan, index = remembered, checkpoint.index
+            elif settings.bootstrap or discovery is None:
+                plan, index = await self._enrol_at_bootstrap(transport, identity, remembered)
+            else:
+                plan = plan or remembered or await discovery.plan()
+        if discovery is None:
+            assert index is not None
+            return plan, index
+        return plan, await discovery.claim(
+            plan,
+            identity.index if index is None else index,
+            strict=index is not None,
+            settled=checkpoint is not None or bool(settings.bootstrap),
+        )
+
+    async def _enrol_at_bootstrap(
+        self, transport: Transport, identity: Identity, remembered: Plan | None
+    ) -> tuple[Plan, int]:
+        index = identity.index if identity.index is not None else self._settings.index
         enrolled = await enrol(
             transport,
-            settings.bootstrap,
+            self._settings.bootstrap,
             index=index,
             peer_id=identity.peer,
             # A peer that has joined before can go on without the bootstrap node.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import (
@@ -22,6 +22,9 @@ from pydantic_settings import (
 from peer.errors import UserError
 from peer.network.address import dial_address, parse_address
 from peer.plan import MAX_PEERS, describe
+
+if TYPE_CHECKING:
+    from peer.network.mqtt import Login
 
 REPLICA = "replica-"
 
@@ -42,6 +45,19 @@ class PeerSettings(BaseSettings):
     )
     peer: Annotated[list[str], NoDecode] = Field(
         default=[], description="other peers to dial first, HOST:PORT; separated by commas"
+    )
+    mqtt: str | None = Field(
+        default=None,
+        description="broker to meet at without a bootstrap node, mqtts://USER@HOST:8883/FEDERATION",
+    )
+    mqtt_ca: Path | None = Field(
+        default=None, description="file with the certificate of the CA that the broker's is from"
+    )
+    mqtt_password_file: Path | None = Field(
+        default=None, description="file with the broker's password"
+    )
+    mqtt_password: SecretStr | None = Field(
+        default=None, description="the password itself; rather not on a command line"
     )
     state: Path = Field(default=Path("peer-state"), description="directory of this peer's state")
     data: str | None = Field(
@@ -126,6 +142,19 @@ class PeerSettings(BaseSettings):
             return read_secret(self.secret_file)
         return None if self.secret is None else self.secret.get_secret_value().encode()
 
+    def broker(self) -> Login | None:
+        """Return how to log in to the broker, None without one. Raises UserError."""
+        if self.mqtt is None:
+            return None
+        from peer.network.mqtt import Login
+
+        password = self.mqtt_password
+        if self.mqtt_password_file is not None:
+            from peer.permutation import read_secret
+
+            password = SecretStr(read_secret(self.mqtt_password_file).decode(errors="replace"))
+        return Login.parse(self.mqtt, password=password, ca=self.mqtt_ca)
+
     def replica(self, number: int) -> PeerSettings:
         """Return the settings of one of the process's replicas: own state, own ports, own index."""
         if self.replicas == 1:
@@ -143,16 +172,18 @@ class PeerSettings(BaseSettings):
 
     def check(self) -> None:
         """Raise UserError when these settings do not name a federation to join, or no address."""
-        if not self.bootstrap and self.plan is None:
+        if not self.bootstrap and self.plan is None and self.mqtt is None:
             raise UserError(
                 "no federation to join",
-                "give --bootstrap HOST:PORT, or --plan FILE --index I --peer HOST:PORT",
+                "give --bootstrap HOST:PORT, or --mqtt mqtts://HOST, or --plan FILE --index I "
+                "--peer HOST:PORT",
             )
+        self.broker()
         if self.plan is not None and self.bootstrap:
             raise UserError(
                 "--plan and --bootstrap exclude each other", "the bootstrap node has a plan"
             )
-        if self.plan is not None and self.index is None:
+        if self.plan is not None and self.index is None and self.mqtt is None:
             raise UserError("--plan needs --index I", "each peer of a plan file has its own index")
         parse_address(self.listen, listening=True)
         for address in (*self.bootstrap, *self.peer):

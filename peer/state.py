@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -32,6 +32,9 @@ from peer.learning.learner import Vector
 from peer.network.messages import Index, PeerId, PeerRecord, Round
 from peer.rundir import METRICS, MODELS
 from peer.sealed import Sealed
+
+if TYPE_CHECKING:
+    from peer.network.identity import IdentityKey
 
 log = logging.getLogger(__name__)
 
@@ -108,11 +111,22 @@ class StateDirectory:
         except OSError as error:
             raise StateError(f"cannot write {self.path / name}: {error.strerror}") from None
 
-    def identity(self) -> Identity:
+    def key(self) -> IdentityKey:
+        """Return this peer's secret key, made on the first call of its life. Raises UserError when
+        it cannot be read, or others can."""
+        from peer.network.identity import KEY_FILE, IdentityKey
+
+        path = self.path / KEY_FILE
+        if not path.exists():
+            IdentityKey.generate().save(path)
+        return IdentityKey.load(path)
+
+    def identity(self, peer: str | None = None) -> Identity:
         """Return this peer's identity with a new incarnation, made on the first call of its life.
 
-        The incarnation is above every earlier one: what others believed of the peer before its
-        restart no longer counts.
+        The id is `peer`, that of the peer's key; without one it is drawn once. The incarnation is
+        above every earlier one: what others believed of the peer before its restart no longer
+        counts.
         """
         # The clock puts it above incarnations that were raised after the last write, too; where the
         # clock was set back, a peer that hears of such a one goes above it.
@@ -124,9 +138,10 @@ class StateDirectory:
                 raise StateError(
                     f"{self.path} holds a run but no {IDENTITY}", RESTORE_OR_LEAVE
                 ) from None
-            identity = Identity(peer=secrets.token_hex(16), incarnation=now)
+            identity = Identity(peer=peer or secrets.token_hex(16), incarnation=now)
         else:
-            identity = old.model_copy(update={"incarnation": max(old.incarnation + 1, now)})
+            incarnation = max(old.incarnation + 1, now)
+            identity = old.model_copy(update={"incarnation": incarnation, "peer": peer or old.peer})
         self.keep_identity(identity)
         return identity
 

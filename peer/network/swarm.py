@@ -189,6 +189,12 @@ class Swarm:
         self._membership.note_status(index, status)
         self._notify()
 
+    def hear(self, updates: Sequence[Update], teller: str) -> None:
+        """Take in what somebody believes of others, as a rumour."""
+        self._note_lies(self._membership.hear(updates, self._clock()), teller)
+        self._joined = self._joined or bool(self._membership.living())
+        self._notify()
+
     def unreachable(self, index: int) -> None:
         """Report that a request to a peer failed: it is probed next."""
         self._membership.unreachable(index)
@@ -272,7 +278,7 @@ class Swarm:
             if objection is Reason.INDEX_CLASH and record.index == self.own.record.index:
                 objection = Reason.INDEX_HELD
             raise RefusedError(objection, f"index {record.index}, model {record.model}")
-        self._hear(updates, sender)
+        self.hear(updates, sender)
 
     async def _see_off(self, request: Leave) -> None:
         """Ask a peer that is said to leave whether it does: it still answers while it says goodbye.
@@ -363,7 +369,7 @@ class Swarm:
             return None
         if pong.updates[0].record.peer != target.peer:
             return False
-        self._hear(pong.updates, helper.peer)
+        self.hear(pong.updates, helper.peer)
         return True
 
     async def _ping(self, address: str, updates: Sequence[Update], patience: float) -> Pong:
@@ -378,7 +384,7 @@ class Swarm:
             raise ProtocolError(f"{address} answers a ping by an empty or foreign pong")
         own, *others = pong.updates
         self._note_lies(self._membership.confirm(own, address, self._clock()), own.record.peer)
-        self._hear(others, own.record.peer)
+        self.hear(others, own.record.peer)
         return pong
 
     # Rendezvous.
@@ -401,7 +407,7 @@ class Swarm:
             else:
                 if isinstance(known, Known):
                     self._joined = True
-                    self._hear(known.updates, address)
+                    self.hear(known.updates, address)
                 if lost:
                     log.info("bootstrap node %s found again", address)
                 before, present = present, len(self._membership.living())
@@ -439,7 +445,7 @@ class Swarm:
                 return
             known, _ = await self._transport.request(address, Members(), timeout=RENDEZVOUS_TIMEOUT)
             if isinstance(known, Known):
-                self._hear(known.updates, address)
+                self.hear(known.updates, address)
         except RefusedError as refusal:
             self._misfit(refusal, f"the peer at {address}", fatal=address in self._given)
         except ProtocolError as error:
@@ -467,11 +473,6 @@ class Swarm:
         raise UserError(complaint, "plan, model and index must fit those of the federation")
 
     # Helpers of all.
-
-    def _hear(self, updates: Sequence[Update], teller: str) -> None:
-        self._note_lies(self._membership.hear(updates, self._clock()), teller)
-        self._joined = self._joined or bool(self._membership.living())
-        self._notify()
 
     def _note_lies(self, lies: Sequence[str], teller: str) -> None:
         for lie in lies:
