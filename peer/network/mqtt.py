@@ -114,6 +114,17 @@ class Login:
             raise UserError(f"cannot use the CA file {self.ca}: {error}") from None
 
 
+def _heed_cancellation() -> None:
+    """Raise CancelledError if this task has been cancelled, which it may not have noticed.
+
+    A task group whose task fails at the same moment raises that failure instead, and so does
+    asyncio.wait_for, of which aiomqtt makes use, return what it waited for.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ip_address(host).is_loopback
@@ -202,6 +213,7 @@ class Broker:
                     lost = False
                     await self._converse(client)
             except MqttError as error:
+                _heed_cancellation()
                 self._check_first(error)
                 if not lost:
                     word = "lost" if self._met else "does not answer"
@@ -267,6 +279,7 @@ class Broker:
         """Subscribe and publish, at once and whenever there is something new."""
         followed = 0
         while True:
+            _heed_cancellation()
             self._wake.clear()
             for topic in self._filters[followed:]:
                 await client.subscribe(topic, qos=1)

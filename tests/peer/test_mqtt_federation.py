@@ -320,7 +320,9 @@ async def overwrite(town: Village, topic: str) -> None:
         await town.until(lambda: len(town.heard[topic]) > 100)
 
 
-async def test_peers_meet_and_agree_whatever_strangers_publish(server: Mosquitto, tmp_path: Path) -> None:
+async def test_peers_meet_and_agree_whatever_strangers_publish(
+    server: Mosquitto, tmp_path: Path
+) -> None:
     async with village(server, tmp_path) as town:
         messages = hostile()
         count = sum(map(len, messages.values()))
