@@ -140,6 +140,10 @@ def run(
             "laboratory, its one-process reference, or the virtual network (for scenarios)."
         ),
     ] = None,
+    netns: Annotated[
+        bool,
+        typer.Option("--netns", help="Scenarios: real processes, each in a network namespace."),
+    ] = False,
     animate: Annotated[
         bool, typer.Option("--animate", help="Scenarios: make a GIF of the bags forming, too.")
     ] = False,
@@ -171,6 +175,7 @@ def run(
         run_population,
         run_processes,
     )
+    from simulations.scenarios.commands import How
     from simulations.scenarios.commands import run as run_scenario
     from simulations.scenarios.scenario import find, is_scenario
 
@@ -179,8 +184,14 @@ def run(
     if is_scenario(found := find(plan)):
         if backend is Backend.ONE_PROCESS:
             raise UserError("scenarios do not run by one-process", "leave out --backend")
-        real = backend is Backend.PROCESSES
-        if real and (exact or data or model or modules or device is not Device.CPU):
+        how = How.PROCESSES if backend is Backend.PROCESSES else How.VIRTUAL
+        if netns:
+            how = How.NAMESPACES
+        if netns and backend not in (None, Backend.PROCESSES):
+            raise UserError("--netns is for real processes", "use --backend processes")
+        if how is not How.VIRTUAL and (
+            exact or data or model or modules or device is not Device.CPU
+        ):
             raise UserError(
                 "--exact, --data, --model, --import and --device are for the virtual network",
                 "leave out --backend",
@@ -190,11 +201,11 @@ def run(
             {f"plan.{key}": value for key, value in changes.items()},
             out,
             equipment=Equipment(False, exact, device.value, data, model, precision=precision.value),
-            real=real,
+            how=how,
             animate=animate,
         )
         return
-    if backend is Backend.VIRTUAL or animate:
+    if backend is Backend.VIRTUAL or animate or netns:
         raise UserError(
             f"{plan} is a plan, not a scenario: there is no network to simulate",
             "docs/scenarios.md says how to make one of it",
@@ -394,6 +405,19 @@ def show(
     from simulations.scenarios.scenario import find
 
     show_scenario(find(scenario), out)
+
+
+@app.command()
+def calibrate(
+    scenario: ScenarioFile,
+    *,
+    peers: Annotated[int | None, typer.Option(help="Peers, instead of the plan's n.")] = None,
+) -> None:
+    """Measure how fast a scenario's peers train here, all at a time: what peers.speed may be."""
+    from simulations.scenarios.commands import calibrate as calibrate_scenario
+    from simulations.scenarios.scenario import find
+
+    calibrate_scenario(find(scenario), {"plan.n": peers})
 
 
 @app.command("list")

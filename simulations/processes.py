@@ -140,6 +140,7 @@ class Federation:
         one_peer_flags: more flags of single peers, by process number.
         bootstrap_flags: more flags of the bootstrap node.
         module: what is run as a peer.
+        host: where the bootstrap node listens.
 
     Peers of a plan that permutes get a secret, made for this run.
 
@@ -157,10 +158,11 @@ class Federation:
         one_peer_flags: Mapping[int, Sequence[str]] | None = None,
         bootstrap_flags: Sequence[str] = (),
         module: str = "peer",
+        host: str = "127.0.0.1",
     ) -> None:
         self.plan = plan
         self.directory = directory
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = f"{host}:{free_port()}"
         if (directory / "plan.toml").exists():
             raise UserError(f"{directory} holds an earlier federation", "name another directory")
         directory.mkdir(parents=True, exist_ok=True)

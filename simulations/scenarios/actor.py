@@ -90,8 +90,7 @@ class DirectedLearner:
         self._index = index
         self._device = scenario.equipment[index]
         self._line = line
-        self._overrun = 0.0
-        self._begun = 0
+        self._begin = Begin(t=0)
         self._role = (scenario.plan.cluster_of(index), self._device.attack)
         self._state = state
         self._learner = self._make()
@@ -125,19 +124,19 @@ class DirectedLearner:
 
     def fit(self, model: Vector, t: int) -> Vector:
         """Return w^{t-1/2} [e] when the device would have it."""
-        if t > self._begun:  # a training that diverged is done again
-            self._begun = t
-            go = self._line.begin(Begin(t=t, overrun=self._overrun))
+        if t > self._begin.t:  # a training that diverged is done again
+            self._begin = self._begin.model_copy(update={"t": t})
+            go = self._line.begin(self._begin)
             if (go.cluster, go.attack) != self._role:
                 self._role = (go.cluster, go.attack)
                 self._learner = self._make()
         began = time.monotonic()
         after = self._learner.fit(model, t)
+        seconds, samples = time.monotonic() - began, self._plan.training.epochs * self.samples
+        self._begin = Begin(t=t, samples=samples, seconds=seconds)
         assert self._line.go is not None
-        seconds = self._plan.training.epochs * self.samples / self._device.speed
-        left = seconds * self._line.go.slowness - (time.monotonic() - began)
-        time.sleep(max(0.0, left))
-        self._overrun = max(0.0, -left)
+        due = samples / self._device.speed * self._line.go.slowness
+        time.sleep(max(0.0, due - seconds))
         return after
 
     def train_losses(self, models: list[Vector], t: int) -> list[float]:

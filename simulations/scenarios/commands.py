@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from simulations.demo import comparison_table
 from simulations.figures import save
 from simulations.report import PLOTS, write_report
 from simulations.runs import Equipment
+from simulations.scenarios.runs import calibrate as measure_speeds
 from simulations.scenarios.runs import run_real, run_scenario
 from simulations.scenarios.scenario import Scenario, load, shipped
 from simulations.scenarios.sweep import parse_grid, run_sweep, sweep_table, write_csv
@@ -36,17 +40,24 @@ MOST_LINES = 16
 """Runs of a sweep that are drawn in one picture."""
 
 
+class How(StrEnum):
+    """What a scenario is run on."""
+
+    VIRTUAL = "virtual network"
+    PROCESSES = "real processes"
+    NAMESPACES = "network namespaces"
+
+
 def run(
     path: Path,
     changes: Mapping[str, Any],
     out: Path | None,
     *,
     equipment: Equipment,
-    real: bool,
+    how: How,
     animate: bool,
 ) -> None:
-    """Run the scenario of a file on the virtual network, or, if `real`, on processes of this
-    machine; print what came of it, and draw it."""
+    """Run the scenario of a file, print what came of it, and draw it."""
     scenario = load(path).changed(changes)
     out = out or Path("runs") / f"{scenario.name}-{scenario.plan.method}"
     console = Console(highlight=False)
@@ -55,13 +66,14 @@ def run(
         task = progress.add_task("", total=scenario.plan.rounds * scenario.plan.n)
 
         def show(row: MetricRow) -> None:
-            progress.update(task, advance=1, description=_passed(row, real))
+            progress.update(task, advance=1, description=_passed(row, how))
 
-        if real:
-            summary = run_real(scenario, out, progress=show)
-        else:
+        if how is How.VIRTUAL:
             summary = run_scenario(scenario, out, equipment=equipment, progress=show)
-    console.print(comparison_table([("real processes" if real else "virtual network", summary)]))
+        else:
+            end_by_exception()
+            summary = run_real(scenario, out, netns=how is How.NAMESPACES, progress=show)
+    console.print(comparison_table([(how.value, summary)]))
     console.print(_account(summary))
     print(f"Summary:  {out / SUMMARY}")
     print(f"Pictures: {write_report(out)[0].parent}/")
@@ -71,8 +83,25 @@ def run(
         print(animate_bags(scenario.plan, read_topology(out), out / PLOTS / "bags.gif"))
 
 
-def _passed(row: MetricRow, real: bool) -> str:
-    return f"round {row.t}" if real else f"{row.time:.1f} virtual s"
+def end_by_exception() -> None:
+    """Let SIGTERM end this process as Ctrl-C does: what it started and made is then removed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def calibrate(path: Path, changes: Mapping[str, Any]) -> None:
+    """Say how fast the peers of a scenario train on this machine."""
+    scenario = load(path).changed(changes)
+    end_by_exception()
+    speeds = measure_speeds(scenario)
+    print(
+        f"{scenario.plan.n} peers train {speeds.median:.0f} samples a second each (median), the "
+        f"slowest {speeds.slowest:.0f}\nReal processes keep to peers.speed up to about "
+        f"{speeds.slowest / 2:.2g}"
+    )
+
+
+def _passed(row: MetricRow, how: How) -> str:
+    return f"{row.time:.1f} virtual s" if how is How.VIRTUAL else f"round {row.t}"
 
 
 def _account(summary: Mapping[str, Any]) -> str:
@@ -82,11 +111,17 @@ def _account(summary: Mapping[str, Any]) -> str:
     if "virtual_s" in summary:
         lost = human_bytes(summary["bytes_lost"])
         return f"Virtual time: {summary['virtual_s']:.1f} s; {moved}, lost {lost}; {left_out}"
-    text = f"Time: {summary['real_s']:.1f} s; {moved}; {left_out}"
+    emulated = ", ".join(summary["emulated"])
+    text = f"Time: {summary['real_s']:.1f} s; {moved}; {left_out}\nEmulated: {emulated}"
+    if "bandwidth" not in summary["emulated"]:
+        text += "; bandwidth is tbf's"
+    if "partition" not in summary["emulated"]:
+        text += "; partitions are nftables'"
     if summary["overrun_s"] > OVERRUN * summary["real_s"]:
         text += (
             f"\nThis machine is too slow for the scenario: one peer trained for "
-            f"{summary['overrun_s']:.1f} s more than its device would. Lower peers.speed"
+            f"{summary['overrun_s']:.1f} s more than its device would. simulate calibrate says "
+            "which speed it can keep to"
         )
     return text
 

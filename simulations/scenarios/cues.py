@@ -14,11 +14,12 @@ class _Cue(BaseModel):
 
 
 class Begin(_Cue):
-    """A peer is about to train for round t. `overrun`: by how many seconds its training before took
-    longer than the scenario's device would have."""
+    """A peer is about to train for round t. Its training before took this machine so many
+    `seconds` for `samples`, all epochs together; none before the first."""
 
     t: int
-    overrun: float = 0.0
+    samples: int = 0
+    seconds: float = 0.0
 
 
 class Go(_Cue):

@@ -7,12 +7,13 @@ the virtual network. Killing is SIGKILL.
 
 from __future__ import annotations
 
+import math
 import selectors
 import socket
 import subprocess
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,12 @@ from simulations.scenarios.clock import Clock
 from simulations.scenarios.cues import Begin, Degraded, Go, Network, Word
 from simulations.scenarios.director import Director
 from simulations.scenarios.emulation import Aspect
+from simulations.scenarios.links import Conditions
+from simulations.scenarios.namespaces import Namespaces
 from simulations.scenarios.runs import SCENARIO
 from simulations.scenarios.scenario import Scenario
+from simulations.scenarios.script import Degrade
+from simulations.scenarios.tables import select
 
 FAREWELL_SECONDS = 15.0
 """How long a peer that has taken its leave may take to end before it is started again."""
@@ -49,20 +54,36 @@ class Role:
 class RealFederation(Federation):
     """Runs a scenario as one bootstrap process and n peer processes under `directory`.
 
-    Used as a `Federation` is. Process i is peer i.
+    Used as a `Federation` is. Process i is peer i. With `namespaces`, which must have been entered,
+    each lives in one of its own; `emulated` is what of the network they do not do.
     """
 
-    def __init__(self, scenario: Scenario, directory: Path) -> None:
+    def __init__(
+        self, scenario: Scenario, directory: Path, namespaces: Namespaces | None = None
+    ) -> None:
         file = directory.resolve() / SCENARIO
-        aspects = ",".join(Aspect)
-        flags = ["--scenario", str(file), "--emulate", aspects]
+        self.emulated = frozenset(Aspect)
+        if namespaces is not None:
+            even = has_access_rates(scenario)
+            self.emulated = frozenset(
+                {Aspect.LATENCY} if even else {Aspect.LATENCY, Aspect.BANDWIDTH}
+            )
+        flags = ["--scenario", str(file), "--emulate", ",".join(sorted(self.emulated))]
         super().__init__(
             scenario.plan,
             directory,
             module="simulations.scenarios.actor",
             peer_flags=flags,
             one_peer_flags={i: ["--index", str(i)] for i in range(scenario.plan.n)},
+            host="127.0.0.1" if namespaces is None else namespaces.host,
         )
+        self._namespaces = namespaces
+        self._conditions = scenario.conditions()
+        if namespaces is not None:
+            self.bootstrap.command = namespaces.command(None, self.bootstrap.command)
+            for i, worker in enumerate(self.peers):
+                listen = ["--listen", f"{namespaces.addresses[i]}:0"]
+                worker.command = namespaces.command(i, [*worker.command, *listen])
         file.write_text(scenario.to_toml(), encoding="utf-8")
         self.scenario = scenario
         self.clock = Clock()
@@ -77,6 +98,8 @@ class RealFederation(Federation):
         self._selector = selectors.DefaultSelector()
         self._zero = self._zero_unix = 0.0
         self._heard = 0
+        self.speeds: list[float] = []
+        """How fast this machine has trained: samples a second, of every training but the last."""
         clusters = tuple(role.cluster for role in self._roles)
         self._epochs = [(0.0, clusters)]
         """From when on (Unix seconds) which true clusters [n] hold."""
@@ -90,6 +113,7 @@ class RealFederation(Federation):
 
     def start(self) -> None:
         """Start the bootstrap node and every peer that is there at the beginning."""
+        self._limit()
         self._started, self._ended = time.monotonic(), 0.0
         self.bootstrap.start()
         for i in sorted(self._awaited):
@@ -129,10 +153,12 @@ class RealFederation(Federation):
 
     def told(self) -> dict[str, Any]:
         """Return what this adds to the summary: the scenario's name, and `overrun_s`, by how many
-        seconds the trainings of one peer, the worst, took longer than its device's."""
+        seconds the trainings of one peer, the worst, took longer than its device's; what of the
+        network was emulated."""
         return {
             "scenario": self.scenario.name,
             "overrun_s": round(max(role.overrun for role in self._roles), 3),
+            "emulated": sorted(self.emulated),
         }
 
     def revise(self, row: MetricRow, choice: TopologyRow) -> tuple[MetricRow, TopologyRow]:
@@ -167,6 +193,8 @@ class RealFederation(Federation):
 
     def part(self, sides: Sequence[int]) -> None:
         """Peers of different sides [n] no longer reach each other."""
+        if self._namespaces is not None:
+            self._namespaces.part(sides)
         self._change(self._network.model_copy(update={"sides": tuple(sides)}))
 
     def heal(self) -> None:
@@ -179,6 +207,8 @@ class RealFederation(Federation):
         """Links get worse."""
         worse = Degraded(peers=tuple(peers), latency=latency, bandwidth=bandwidth, loss=loss)
         degraded = (*self._network.degraded, worse)
+        self._conditions.degrade(peers, latency=latency, bandwidth=bandwidth, loss=loss)
+        self._limit()
         self._change(self._network.model_copy(update={"degraded": degraded}))
 
     def slow(self, i: int, factor: float) -> None:
@@ -240,7 +270,7 @@ class RealFederation(Federation):
         """A peer is about to begin a round: what the script has for it happens."""
         role = self._roles[i]
         self._heard += 1
-        role.overrun += begin.overrun
+        self._note_training(i, begin)
         if not self._zero:
             self._awaited.discard(i)
             self._held.append((i, begin))
@@ -253,12 +283,27 @@ class RealFederation(Federation):
             go = Go(cluster=role.cluster, attack=role.attack, slowness=role.slowness)
             self._say(i, Word(go=go))
 
+    def _note_training(self, i: int, begin: Begin) -> None:
+        if begin.samples:
+            role = self._roles[i]
+            due = begin.samples / self.scenario.equipment[i].speed * role.slowness
+            role.overrun += max(0.0, begin.seconds - due)
+            self.speeds.append(begin.samples / max(begin.seconds, 1e-9))
+
     def _open(self) -> None:
         """Time begins."""
         self._zero, self._zero_unix = time.monotonic(), time.time()
         self._director.begin()
         for i, begin in self._held:
             self._begins(i, begin)
+
+    def _limit(self) -> None:
+        """Give every namespace its rates, where they are not emulated."""
+        if self._namespaces is None or Aspect.BANDWIDTH in self.emulated:
+            return
+        for i in range(self.plan.n):
+            up, down = access_rates(self._conditions, self.scenario, i)
+            self._namespaces.limit(i, min(up, default=math.inf), min(down, default=math.inf))
 
     def _change(self, network: Network) -> None:
         self._network = network
@@ -276,3 +321,45 @@ class RealFederation(Federation):
             self._selector.unregister(role.line)
             role.line.close()
             role.line = None
+
+
+def access_rates(
+    conditions: Conditions, scenario: Scenario, i: int
+) -> tuple[set[float], set[float]]:
+    """Return the different rates, bytes a second, at which peer i sends to its neighbours, and
+    those at which it receives from them."""
+    neighbours = [*scenario.graph.neighbors(i)]
+    return (
+        {conditions.link(i, j).up for j in neighbours},
+        {conditions.link(j, i).down for j in neighbours},
+    )
+
+
+def has_access_rates(scenario: Scenario) -> bool:
+    """Tell whether at every moment all links of a peer share one rate in each direction, so that
+    its one connection to the network can have it."""
+    return all(
+        len(rates) <= 1
+        for conditions in _course(scenario)
+        for i in range(scenario.plan.n)
+        for rates in access_rates(conditions, scenario, i)
+    )
+
+
+def _course(scenario: Scenario) -> Iterator[Conditions]:
+    """Yield what the links are like at first, and after each change that the script has for them.
+
+    [choice] The changes in the order of the file: which of a round and a second comes first nobody
+    knows before.
+    """
+    conditions = scenario.conditions()
+    yield conditions
+    for event in scenario.script:
+        if isinstance(event, Degrade):
+            conditions.degrade(
+                select(event.peers, scenario.people, ()),
+                latency=event.latency,
+                bandwidth=event.bandwidth,
+                loss=event.loss,
+            )
+            yield conditions

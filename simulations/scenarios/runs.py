@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 from peer.errors import UserError
 from peer.files import write_atomically
@@ -24,6 +26,9 @@ from simulations.scenarios.scenario import Scenario
 
 SCENARIO = "scenario.toml"
 """The file of a run directory that holds the scenario, its plan in it."""
+
+LIMITLESS = 1e9
+"""Samples a second that no machine trains."""
 
 Progress = Callable[[MetricRow], None]
 """Told every round that a peer finishes."""
@@ -82,29 +87,61 @@ def run_scenario(
         return writer.write_summary(wall_s=time.monotonic() - began, extra=extra)
 
 
-def run_real(scenario: Scenario, out: Path, *, progress: Progress | None = None) -> dict[str, Any]:
+def run_real(
+    scenario: Scenario, out: Path, *, netns: bool = False, progress: Progress | None = None
+) -> dict[str, Any]:
     """Run `scenario` on real processes of this machine; return the summary of the run in `out`.
 
+    `netns`: each in a network namespace of its own, which takes root.
     An earlier run in `out` is replaced. Logs and the state of every process stay in
     `out`/processes, those of a failed run too. Rows have seconds since the beginning as their time.
     Beside the usual figures the summary has `real_s`, the end of the last round, and what
     `RealFederation.told` adds. Raises FederationError when a process fails, UserError before any
     starts when none could run the plan.
     """
+    from simulations.scenarios.namespaces import Namespaces
     from simulations.scenarios.real import RealFederation
 
     plan = scenario.plan
     check_plan(plan)
+    namespaces = Namespaces(plan.n) if netns else None
     clear_run(out)
-    federation = RealFederation(scenario, out / PROCESSES)
-    with federation:
-        federation.play(lambda _, row: progress(row) if progress is not None else None)
+    with namespaces or nullcontext():
+        federation = RealFederation(scenario, out / PROCESSES, namespaces)
+        with federation:
+            federation.play(lambda _, row: progress(row) if progress is not None else None)
     summary = federation.collect(out)
     rows = read_metrics(out)
     extra = {"real_s": round(max(row.time for row in rows), 3), **_honest(final_rows(rows))}
     write_json(out / SUMMARY, summary | extra)
     write_atomically(out / SCENARIO, scenario.to_toml())
     return summary | extra
+
+
+class Speeds(NamedTuple):
+    """How many samples a second each peer trains while all do: the median, and the slowest."""
+
+    median: float
+    slowest: float
+
+
+def calibrate(scenario: Scenario, *, rounds: int = 6) -> Speeds:
+    """Return how fast peers of `scenario` train on this machine, all at a time, each a process.
+
+    They run for so many rounds (2 at least), as fast as they can, over links without a limit.
+    Raises as `run_real` does.
+    """
+    from simulations.scenarios.real import RealFederation
+
+    free = scenario.changed(
+        {"plan.rounds": rounds, "links": {}, "peers": {"speed": LIMITLESS}, "script": []}
+    )
+    check_plan(free.plan)
+    with tempfile.TemporaryDirectory(prefix="panmesh-") as directory:
+        federation = RealFederation(free, Path(directory) / PROCESSES)
+        with federation:
+            federation.play()
+    return Speeds(median(federation.speeds), min(federation.speeds))
 
 
 def _honest(rows: Sequence[MetricRow]) -> dict[str, Any]:

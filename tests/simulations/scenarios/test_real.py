@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,15 @@ from peer.errors import UserError
 from peer.rundir import MetricRow, TopologyRow, read_metrics, read_topology
 from simulations.cli import app
 from simulations.runs import Equipment
-from simulations.scenarios.runs import run_real, run_scenario
+from simulations.scenarios.namespaces import TOOLS
+from simulations.scenarios.runs import calibrate, run_real, run_scenario
 from simulations.scenarios.scenario import Scenario, load
+
+POSSIBLE = os.geteuid() == 0 and all(map(shutil.which, TOOLS))
+"""Whether namespaces can be made here."""
+SLOW_ENOUGH = 40.0
+"""Samples a second at which a round's training takes longer than all that the virtual network has
+no time for: messages, files, averaging and evaluation of twelve peers on two cores."""
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +123,30 @@ def test_peers_are_killed_and_leave_and_come_in_a_network_that_parts(tmp_path: P
     assert all(sides[j] == 0 for row in parted for j in row.neighbours)
     last = [row for row in topology if row.t == 20]
     assert any(sides[j] != sides[row.index] for row in last for j in row.bag)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("netns", [False, True])
+def test_twelve_peers_take_as_long_as_on_the_virtual_network(tmp_path: Path, netns: bool) -> None:
+    """At half the speed that the slowest peer of this machine has, so that it can be kept."""
+    if netns and not POSSIBLE:
+        pytest.skip("needs root, ip, tc and nft")
+    tables = {"links": {"latency": 0.1, "bandwidth": 10}}
+    matching = {"l": 5, "k": 3, "tau": 2, "t1": 5}
+    changes = {"n": 12, "rounds": 10, "model": "mlp", "method": "panm-grad", "matching": matching}
+    scenario = make_scenario([], tables, **changes)
+    speed = min(calibrate(scenario).slowest / 2, SLOW_ENOUGH)
+    scenario = scenario.changed({"peers.speed": speed})
+    real = run_real(scenario, tmp_path / "real", netns=netns)
+    virtual = run_scenario(
+        scenario, tmp_path / "virtual", equipment=Equipment(exact=True), workers=0
+    )
+    check_equal(tmp_path / "real", tmp_path / "virtual")
+    assert real["bytes_received"] == virtual["bytes_received"]
+    assert real["missing"] == 0
+    assert real["real_s"] > 0.99 * virtual["virtual_s"]
+    assert real["real_s"] < 1.15 * virtual["virtual_s"] + real["overrun_s"]
 
 
 def test_options_of_the_virtual_network_are_refused(tmp_path: Path) -> None:

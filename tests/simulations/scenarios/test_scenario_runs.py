@@ -211,7 +211,7 @@ def test_the_command_lists_shows_and_runs(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("run stragglers --backend processes", "scenarios do not run by processes so far"),
+        ("run stragglers --backend one-process", "scenarios do not run by one-process"),
         ("run stragglers --device cuda", "computes with the engine, on the cpu"),
         ("run stragglers --method fedavg", "plan.method: fedavg is central"),
         ("run plan.toml --backend virtual", "plan.toml is a plan, not a scenario"),
