@@ -118,9 +118,9 @@ def demo(
     """Eight real peers in two hidden clusters find out who is like them."""
     from simulations.demo import run_demo
 
-    pictures = run_demo(out, peers=peers, rounds=rounds, seed=seed)
+    files = run_demo(out, peers=peers, rounds=rounds, seed=seed)
     if show and _has_screen():
-        typer.launch(str(pictures[0].resolve()))
+        typer.launch(str(files[0].resolve()))
 
 
 @app.command()
@@ -239,7 +239,7 @@ def run(
         names = ", ".join(map(str, summary["attackers"]))
         print(f"Attack:   {summary['attack']} by peers {names}; all figures are of the others")
     print(f"Summary:  {target / SUMMARY}")
-    print(f"Pictures: {write_report(target)[0].parent}/")
+    print(f"Report:   {write_report(target)[0]}")
 
 
 @app.command()
@@ -556,17 +556,21 @@ def bench(
 @app.command()
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="A run directory, or peers' state directories.")
+        list[Path],
+        typer.Argument(
+            help="A run directory, peers' state directories, or the directory of a comparison, a "
+            "sweep or a paper's table."
+        ),
     ],
     out: Annotated[
         Path | None, typer.Option(help="Run directory to merge several peers' into.")
     ] = None,
 ) -> None:
-    """Draw a run: accuracy, who averaged with whom, and the final topology."""
+    """Write pictures, tables and a page about a run, or about many."""
     from simulations.report import locate, write_report
 
-    for picture in write_report(locate(runs, out)):
-        print(picture)
+    for file in write_report(locate(runs, out), animate=True):
+        print(file)
 
 
 def import_methods(modules: list[str] | None) -> None:

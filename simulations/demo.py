@@ -34,7 +34,7 @@ def run_demo(
     seed: int | None = None,
     console: Console | None = None,
 ) -> list[Path]:
-    """Run the demo into the run directory `out`, and return its pictures.
+    """Run the demo into `out`, and return the files of its report, the page first.
 
     Raises UserError for numbers that make no plan, FederationError when a process fails.
     """
@@ -53,12 +53,12 @@ def run_demo(
     with console.status("") as status:
         comparison = compare(plan, methods, out, progress=_progress(status, plan.rounds))
         status.update("drawing")
-        pictures = write_report(out)
+        files = write_report(out)
     simulated = [("1 process", summary) for summary in comparison.values()]
     console.print(comparison_table([(f"{plan.n} peers", live), *simulated]))
     console.print(_agreement(live, comparison[plan.method]))
-    console.print(f"Pictures: {pictures[0].parent}/")
-    return pictures
+    console.print(f"Report: {files[0]}")
+    return files
 
 
 def comparison_table(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:

@@ -1,4 +1,4 @@
-"""The pictures of a run: accuracy over rounds, who averaged with whom, and the final topology.
+"""The pictures of a run: accuracy over rounds, and who averaged with whom.
 
 Pure drawing: rows in, `Figure` out. One style for all of them; colours stand for true clusters and
 keep apart for colour-blind eyes.
@@ -11,20 +11,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib as mpl
-import networkx as nx
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from peer.display import CLUSTER_COLOURS
+from peer.display import CLUSTER_COLOURS, human_bytes
 from peer.plan import Plan
-from peer.rundir import MetricRow, TopologyRow, final_rows
+from peer.rundir import MetricRow, TopologyRow
+from simulations.curves import Curve, Measure, Values, has_time, over_rounds, over_time
 
 INK = "#1F2430"
 MUTED = "#6B7280"
@@ -54,27 +55,40 @@ STYLE: Any = {
     "svg.hashsalt": "panmesh",
 }
 COUNTS = LinearSegmentedColormap.from_list("counts", ["#FFFFFF", "#9DBEDB", "#2F6DA8", "#0B2545"])
+COSINES = LinearSegmentedColormap.from_list("cosines", ["#B35806", "#FFFFFF", "#0B4F8A"])
+METHOD_COLOURS = {
+    "panm-grad": CLUSTER_COLOURS[0],
+    "pens": CLUSTER_COLOURS[1],
+    "cfl": CLUSTER_COLOURS[2],
+    "random": CLUSTER_COLOURS[3],
+    "panm-loss": CLUSTER_COLOURS[4],
+    "ifca": CLUSTER_COLOURS[5],
+    "fixed": CLUSTER_COLOURS[6],
+    "fedavg": CLUSTER_COLOURS[7],
+    "local": MUTED,
+    "oracle": "#000000",
+}
+"""A method has the same colour in every picture; `local` and `oracle` are no contestants."""
 MAX_TICKS = 40
 MAX_NUMBERS = 12
 MAX_LABELS = 60
-MAX_CIRCLE = 12
 
-Curve = Sequence[tuple[float, float]]
+Points = Sequence[tuple[float, float]]
 
 
 def accuracy_figure(
-    plan: Plan, rows: Sequence[MetricRow], references: Mapping[str, Curve] | None = None
+    plan: Plan, rows: Sequence[MetricRow], references: Mapping[str, Points] | None = None
 ) -> Figure:
     """Return accuracy over rounds: each peer thin, the mean thick, other methods' means broken.
 
     `references` maps a method to its mean accuracy as (t, share) points.
     """
     with mpl.rc_context(STYLE):
-        figure, axes = _figure(plan, "Accuracy on each peer's own test set", (7.6, 4.6))
-        for cluster, peers in _by_cluster(rows).items():
+        figure, axes = single_figure(plan, "Accuracy on each peer's own test set", (7.6, 4.6))
+        for cluster, peers in by_cluster(rows).items():
             for points in peers.values():
-                axes.plot(*zip(*points, strict=True), color=_colour(cluster), lw=0.9, alpha=0.55)
-        ends = [_draw_mean(axes, plan.method, _mean_curve(rows))]
+                axes.plot(*zip(*points, strict=True), color=colour_of(cluster), lw=0.9, alpha=0.55)
+        ends = [_draw_mean(axes, plan.method, over_rounds(rows))]
         styles = [(0, (4, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5))]
         for (method, curve), dashes in zip((references or {}).items(), styles, strict=False):
             line = axes.plot(*zip(*curve, strict=True), color=MUTED, lw=1.8, ls=dashes)
@@ -86,30 +100,31 @@ def accuracy_figure(
         axes.grid(axis="y")
         axes.set_xlim(left=min(1, plan.rounds - 1), right=plan.rounds)
         _mark_stage_two(axes, plan)
-        _label_ends(axes, ends)
-        _cluster_legend(axes, sorted(_by_cluster(rows)), loc="lower right")
+        label_ends(axes, ends)
+        cluster_legend(axes, sorted(by_cluster(rows)), loc="lower right")
         return figure
 
 
 def perplexity_figure(plan: Plan, rows: Sequence[MetricRow]) -> Figure:
     """Return perplexity over rounds: each peer thin, that of all peers' test words thick."""
     with mpl.rc_context(STYLE):
-        figure, axes = _figure(plan, "Perplexity on each peer's own test set", (7.6, 4.6))
-        clusters = _by_cluster(rows, "loss")
+        figure, axes = single_figure(plan, "Perplexity on each peer's own test set", (7.6, 4.6))
+        clusters = by_cluster(rows, "loss")
         for cluster, peers in clusters.items():
             for points in peers.values():
                 ts, losses = zip(*points, strict=True)
-                axes.plot(ts, np.exp(losses), color=_colour(cluster), lw=0.9, alpha=0.55)
-        curve = [(t, float(np.exp(loss))) for t, loss in _mean_curve(rows, "loss")]
-        if curve:
-            axes.plot(*zip(*curve, strict=True), color=INK, lw=2.8, zorder=4)
-            _label_ends(axes, [(curve[-1][1], f"{plan.method} {curve[-1][1]:.1f}", INK)])
+                axes.plot(ts, np.exp(losses), color=colour_of(cluster), lw=0.9, alpha=0.55)
+        curve = over_rounds(rows, "loss")
+        if len(curve.x):
+            mean = np.exp(curve.y)
+            axes.plot(curve.x, mean, color=INK, lw=2.8, zorder=4)
+            label_ends(axes, [(float(mean[-1]), f"{plan.method} {mean[-1]:.1f}", INK)])
         axes.set_xlabel("round")
         axes.set_ylabel("perplexity")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="y")
         axes.set_xlim(left=min(1, plan.rounds - 1), right=plan.rounds)
-        _cluster_legend(axes, sorted(clusters), loc="upper right")
+        cluster_legend(axes, sorted(clusters), loc="upper right")
         return figure
 
 
@@ -119,15 +134,10 @@ def heatmap_figure(plan: Plan, topology: Sequence[TopologyRow]) -> Figure:
     Peers are ordered by true cluster and framed by it, as in the heatmaps of the PANM paper.
     """
     with mpl.rc_context(STYLE):
-        clusters = _clusters(plan, topology)
-        order = sorted(clusters, key=lambda index: (clusters[index], index))
-        counts = aggregation_counts(topology, order)
-        side = float(np.clip(0.2 * len(order), 4.6, 9))
-        figure, axes = _figure(plan, "Who averaged with whom", (side + 1.4, side + 0.9))
-        image = axes.imshow(counts, cmap=COUNTS, vmin=0, interpolation="nearest")
-        for i in range(len(order)):
-            axes.add_patch(Rectangle((i - 0.5, i - 0.5), 1, 1, color="#ECEEF1", lw=0))
-        _frame_clusters(axes, [clusters[index] for index in order])
+        peers = _clusters(plan, topology)
+        side = float(np.clip(0.2 * len(peers), 4.6, 7))
+        figure, axes = single_figure(plan, "Who averaged with whom", (side + 1.4, side + 0.9))
+        image, order, counts = draw_counts(axes, plan, topology)
         _name_peers(axes, order)
         if len(order) <= MAX_NUMBERS:
             _write_counts(axes, counts)
@@ -142,44 +152,24 @@ def heatmap_figure(plan: Plan, topology: Sequence[TopologyRow]) -> Figure:
         return figure
 
 
-def topology_figure(plan: Plan, topology: Sequence[TopologyRow]) -> Figure:
-    """Return the final bags as a graph: mutual membership strong, one-sided faint with an arrow."""
+def similarity_figure(plan: Plan, peers: Sequence[int], cosines: Values) -> Figure:
+    """Return the cosines [m, m] between the models of `peers`, by true cluster and framed by it."""
     with mpl.rc_context(STYLE):
-        figure, axes = _figure(plan, "Final bags", (7.0, 6.2))
-        clusters = _clusters(plan, topology)
-        graph = bag_graph(topology)
-        graph.add_nodes_from(clusters)
-        mutual = [(i, j) for i, j in graph.edges if i < j and graph.has_edge(j, i)]
-        single = [(i, j) for i, j in graph.edges if not graph.has_edge(j, i)]
-        position = _layout(clusters)
-        size = float(np.clip(9000 / max(len(graph), 1), 30, 520))
-        width = float(np.clip(30 / max(len(graph), 1), 0.5, 1.8))
-        nx.draw_networkx_edges(
-            graph, position, edgelist=single, edge_color=MUTED, width=0.6 * width, alpha=0.6,
-            arrowsize=8, style="dashed", connectionstyle="arc3,rad=0.08", node_size=size, ax=axes,
-        )  # fmt: skip
-        nx.draw_networkx_edges(
-            graph, position, edgelist=mutual, edge_color=INK, width=width,
-            alpha=0.75 if len(graph) <= MAX_LABELS else 0.25, arrows=False, ax=axes,
-        )  # fmt: skip
-        nodes = nx.draw_networkx_nodes(
-            graph, position, node_color=[_colour(clusters[i]) for i in graph],
-            edgecolors="white", linewidths=1.4, node_size=size, ax=axes,
-        )  # fmt: skip
-        nodes.set_zorder(3)
-        if len(graph) <= MAX_LABELS:
-            points = float(np.clip(np.sqrt(size) * 0.45, 5, 10))
-            nx.draw_networkx_labels(
-                graph, position, ax=axes, font_size=points, font_color="white", font_weight="bold"
-            )
-        axes.set_axis_off()
-        axes.set_aspect("equal")
-        axes.margins(0.08)
-        edges = [
-            Line2D([], [], color=INK, lw=1.6, label="in each other's bag"),
-            Line2D([], [], color=MUTED, lw=1, ls=(0, (3, 2)), label="in one bag only"),
-        ]
-        _cluster_legend(axes, sorted(set(clusters.values())), "upper left", edges, (1.0, 1.0))
+        side = float(np.clip(0.2 * len(peers), 4.6, 7))
+        text = "How alike the final models are"
+        figure, axes = single_figure(plan, text, (side + 1.4, side + 0.9))
+        clusters = [plan.cluster_of(index) for index in peers]
+        places = sorted(range(len(peers)), key=lambda place: (clusters[place], peers[place]))
+        shown = cosines[np.ix_(places, places)]
+        image = axes.imshow(shown, cmap=COSINES, vmin=-1, vmax=1, interpolation="nearest")
+        _frame_clusters(axes, [clusters[place] for place in places])
+        axes.set_xticks([])
+        axes.set_yticks([])
+        _name_peers(axes, [peers[place] for place in places])
+        axes.set_xlabel("peer", labelpad=4.0 if len(peers) <= MAX_TICKS else 14.0)
+        bar = figure.colorbar(image, ax=axes, shrink=0.82, pad=0.03, aspect=28)
+        bar.set_label("cosine")
+        bar.outline.set_visible(False)
         return figure
 
 
@@ -190,6 +180,25 @@ def save(figure: Figure, stem: Path) -> list[Path]:
         figure.savefig(paths[0])
         figure.savefig(paths[1], metadata={"Date": None})
     return paths
+
+
+def draw_counts(
+    axes: Axes, plan: Plan, topology: Sequence[TopologyRow]
+) -> tuple[AxesImage, list[int], npt.NDArray[np.int64]]:
+    """Draw in how many rounds each peer averaged with each, by true cluster and framed by it.
+
+    Returns the image, the peers in the order of its rows, and the counts.
+    """
+    clusters = _clusters(plan, topology)
+    order = sorted(clusters, key=lambda index: (clusters[index], index))
+    counts = aggregation_counts(topology, order)
+    axes.set_facecolor("#ECEEF1")  # what a peer has with itself
+    others = np.ma.masked_array(counts, mask=np.eye(len(order), dtype=bool))
+    image = axes.imshow(others, cmap=COUNTS, vmin=0, interpolation="nearest")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    _frame_clusters(axes, [clusters[index] for index in order])
+    return image, order, counts
 
 
 def aggregation_counts(
@@ -205,16 +214,8 @@ def aggregation_counts(
     return counts
 
 
-def bag_graph(topology: Sequence[TopologyRow]) -> nx.DiGraph[int]:
-    """Return the graph of the last bags: an edge i -> j when j is in the bag of i."""
-    graph: nx.DiGraph[int] = nx.DiGraph()
-    for row in final_rows(topology):
-        graph.add_node(row.index)
-        graph.add_edges_from((row.index, j) for j in row.bag)
-    return graph
-
-
-def _figure(plan: Plan, text: str, size: tuple[float, float]) -> tuple[Figure, Axes]:
+def single_figure(plan: Plan, text: str, size: tuple[float, float]) -> tuple[Figure, Axes]:
+    """Return a figure of `size` inches and its only axes, under a title."""
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -235,7 +236,8 @@ def title(axes: Axes, plan: Plan, text: str) -> None:
     )  # fmt: skip
 
 
-def _colour(cluster: int | None) -> str:
+def colour_of(cluster: int | None) -> str:
+    """Return the colour of a true cluster, grey where it is not known."""
     return MUTED if cluster is None else CLUSTER_COLOURS[cluster % len(CLUSTER_COLOURS)]
 
 
@@ -246,36 +248,26 @@ def _clusters(plan: Plan, topology: Sequence[TopologyRow]) -> dict[int, int]:
     return {index: plan.cluster_of(index) for index in sorted(named)}
 
 
-def _by_cluster(
-    rows: Sequence[MetricRow], figure: Literal["accuracy", "loss"] = "accuracy"
+def by_cluster(
+    rows: Sequence[MetricRow], measure: Measure = "accuracy"
 ) -> dict[int, dict[int, list[tuple[float, float]]]]:
-    """Return {cluster: {index: (t, accuracy or loss) points}} of rows that have the figure."""
+    """Return {cluster: {index: points (t, value)}} of the rows that have the measure."""
     groups: dict[int, dict[int, list[tuple[float, float]]]] = {}
     for row in rows:
-        if (value := getattr(row, figure)) is not None:
+        if (value := getattr(row, measure)) is not None:
             group = groups.setdefault(row.cluster or 0, {})
             group.setdefault(row.index, []).append((row.t, value))
     return groups
 
 
-def _mean_curve(
-    rows: Sequence[MetricRow], figure: Literal["accuracy", "loss"] = "accuracy"
-) -> list[tuple[float, float]]:
-    by_round: dict[int, list[float]] = {}
-    for row in rows:
-        if (value := getattr(row, figure)) is not None:
-            by_round.setdefault(row.t, []).append(value)
-    return [(t, float(np.mean(values))) for t, values in sorted(by_round.items())]
-
-
 def _draw_mean(axes: Axes, method: str, curve: Curve) -> tuple[float, str, Any]:
-    if not curve:
+    if not len(curve.x):
         return 0.0, method, INK
-    axes.plot(*zip(*curve, strict=True), color=INK, lw=2.8, solid_capstyle="round", zorder=4)
-    return curve[-1][1], f"{method} {100 * curve[-1][1]:.1f}", INK
+    axes.plot(curve.x, curve.y, color=INK, lw=2.8, solid_capstyle="round", zorder=4)
+    return float(curve.y[-1]), f"{method} {100 * curve.y[-1]:.1f}", INK
 
 
-def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, Any]]) -> None:
+def label_ends(axes: Axes, ends: Sequence[tuple[float, str, Any]]) -> None:
     """Write each mean's name at its right end, kept apart where they would overlap."""
     low, high = axes.get_ylim()
     gap = 0.05 * (high - low)
@@ -299,18 +291,25 @@ def _mark_stage_two(axes: Axes, plan: Plan) -> None:
     )  # fmt: skip
 
 
-def _cluster_legend(
+def cluster_legend(
     axes: Axes,
     clusters: Sequence[int],
     loc: Literal["lower right", "upper left", "upper right"],
     more: Sequence[Line2D] = (),
     anchor: tuple[float, float] | None = None,
+    *,
+    lines: bool = False,
 ) -> None:
+    """Name the colours of true clusters, as `lines` or as dots, and `more`; one cluster needs no
+    name."""
+    look = {"lw": 1.6} if lines else {"marker": "o", "ls": "", "ms": 7}
     marks = [
-        Line2D([], [], color=_colour(c), marker="o", ls="", ms=7, label=f"cluster {c}")
+        Line2D([], [], color=colour_of(c), label=f"cluster {c}", **look)
         for c in clusters
+        if len(clusters) > 1
     ]
-    axes.legend(handles=[*marks, *more], loc=loc, bbox_to_anchor=anchor, handlelength=1.6)
+    if marks or more:
+        axes.legend(handles=[*marks, *more], loc=loc, bbox_to_anchor=anchor, handlelength=1.6)
 
 
 def _frame_clusters(axes: Axes, clusters: Sequence[int]) -> None:
@@ -319,7 +318,7 @@ def _frame_clusters(axes: Axes, clusters: Sequence[int]) -> None:
         start, count = clusters.index(cluster), clusters.count(cluster)
         corner = start - 0.5
         axes.add_patch(
-            Rectangle((corner, corner), count, count, fill=False, lw=1.8, ec=_colour(cluster),
+            Rectangle((corner, corner), count, count, fill=False, lw=1.8, ec=colour_of(cluster),
                       clip_on=False)
         )  # fmt: skip
         for spot in ((0, corner), (corner, 0)):
@@ -327,7 +326,7 @@ def _frame_clusters(axes: Axes, clusters: Sequence[int]) -> None:
             transform = axes.get_yaxis_transform() if vertical else axes.get_xaxis_transform()
             size = (-0.014, count) if vertical else (count, -0.014)
             axes.add_patch(
-                Rectangle(spot, *size, color=_colour(cluster), lw=0, transform=transform,
+                Rectangle(spot, *size, color=colour_of(cluster), lw=0, transform=transform,
                           clip_on=False)
             )  # fmt: skip
     for spine in axes.spines.values():
@@ -339,9 +338,6 @@ def _name_peers(axes: Axes, order: Sequence[int]) -> None:
     if len(order) <= MAX_TICKS:
         axes.set_xticks(range(len(order)), [str(index) for index in order])
         axes.set_yticks(range(len(order)), [str(index) for index in order])
-    else:
-        axes.set_xticks([])
-        axes.set_yticks([])
 
 
 def _write_counts(axes: Axes, counts: npt.NDArray[np.int64]) -> None:
@@ -352,26 +348,43 @@ def _write_counts(axes: Axes, counts: npt.NDArray[np.int64]) -> None:
             axes.text(j, i, str(count), ha="center", va="center", fontsize=8, color=colour)
 
 
-def _layout(clusters: Mapping[int, int]) -> dict[int, tuple[float, float]]:
-    """Return positions: the true clusters apart on a ring, each a circle, or a disc if it is large.
+def cost_figure(
+    plan: Plan, rows: Sequence[MetricRow], moments: Sequence[tuple[str, float]] = ()
+) -> Figure:
+    """Return the mean accuracy, and the band from the worst to the best peer, against the payload
+    that a peer has received on average, and against time where rounds took time of their own.
 
-    Not springs: those pull a peer with wrong neighbours away from its cluster and the members of a
-    tight cluster over each other; here the edges alone say what was found.
+    `moments` are what happened, and at which second.
     """
-    groups: dict[int, list[int]] = {}
-    for index, cluster in clusters.items():
-        groups.setdefault(cluster, []).append(index)
-    radius = 0.62 * np.sin(np.pi / max(len(groups), 2))
-    position = {}
-    for place, (_, members) in enumerate(sorted(groups.items())):
-        angle = np.pi - 2 * np.pi * place / len(groups)
-        centre = np.exp(1j * angle) * (len(groups) > 1)
-        for rank, index in enumerate(members):
-            if len(members) <= MAX_CIRCLE:
-                spot = radius * np.exp(2j * np.pi * rank / len(members))
-            else:
-                # Vogel's sunflower: equal space for each, whatever their number.
-                share = np.sqrt((rank + 0.5) / len(members))
-                spot = radius * share * np.exp(1j * rank * np.pi * (3 - np.sqrt(5)))
-            position[index] = (float((centre + spot).real), float((centre + spot).imag))
-    return position
+    times, accuracies, payload = over_time(plan.n, rows)
+    timed = has_time(rows)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(11.0 if timed else 7.6, 4.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(1, 1 + timed, sharey=True, squeeze=False)[0]
+        title(panels[0], plan, "Accuracy against bytes")
+        _draw_band(panels[0], payload, accuracies)
+        panels[0].set_xlabel("payload received by a peer")
+        panels[0].xaxis.set_major_formatter(lambda value, _: human_bytes(value))
+        panels[0].xaxis.set_major_locator(MaxNLocator(5))
+        if timed:
+            panels[1].set_title("and time", loc="left", fontsize=13, fontweight="bold", pad=24)
+            _draw_band(panels[1], times, accuracies)
+            panels[1].set_xlabel("seconds")
+        for event, second in moments:
+            panels[-1].axvline(second, color=MUTED, lw=0.9, ls=(0, (3, 2)), zorder=1)
+            panels[-1].annotate(
+                event, (second, 1), xycoords=("data", "axes fraction"), xytext=(3, -10),
+                textcoords="offset points", fontsize=8, color=MUTED,
+            )  # fmt: skip
+        panels[0].set_ylabel("accuracy, %")
+        panels[0].yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}")
+        for axes in panels:
+            axes.grid(axis="y")
+        return figure
+
+
+def _draw_band(axes: Axes, x: Values, accuracies: Values) -> None:
+    low, mean, high = (pick(accuracies, axis=1) for pick in (np.nanmin, np.nanmean, np.nanmax))
+    axes.fill_between(x, low, high, step="post", color=CLUSTER_COLOURS[0], alpha=0.15, lw=0)
+    axes.step(x, mean, where="post", color=INK, lw=2.4)

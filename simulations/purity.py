@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,17 +34,17 @@ class Purity:
     seen: Mapping[str, Sequence[float]]
 
 
-def share_pure(plan: Plan, rows: Iterable[TopologyRow]) -> list[float]:
-    """Return, for every round, the share of peers whose neighbours are all of their own cluster.
+def share_pure(plan: Plan, rows: Iterable[TopologyRow]) -> dict[int, float]:
+    """Return for every round the share of its peers whose neighbours are all of their own cluster.
 
     A peer with fewer than k neighbours does not count as one: theory asks for all k.
     """
-    pure: Counter[int] = Counter()
+    pure: dict[int, list[bool]] = {}
     for row in rows:
         own = plan.cluster_of(row.index)
         true = [plan.cluster_of(j) == own for j in row.neighbours]
-        pure[row.t] += len(true) >= plan.matching.k and all(true)
-    return [pure[t] / plan.n for t in range(1, plan.rounds + 1)]
+        pure.setdefault(row.t, []).append(len(true) >= plan.matching.k and all(true))
+    return {t: fmean(pure[t]) for t in sorted(pure)}
 
 
 def purity(label: str, plan: Plan, runs: Mapping[str, Sequence[Path]]) -> Purity:
@@ -59,7 +58,7 @@ def purity(label: str, plan: Plan, runs: Mapping[str, Sequence[Path]]) -> Purity
     search = nsmc(n, a, l, k, plan.rounds)
     seen = {}
     for method, folders in runs.items():
-        shares = [share_pure(plan, read_topology(folder)) for folder in folders]
+        shares = [share_pure(plan, read_topology(folder)).values() for folder in folders]
         seen[method] = [fmean(values) for values in zip(*shares, strict=True)]
     constant = [all_true(pens(n, a, l, k))] * plan.rounds
     return Purity(label, constant, [all_true(p) for p in search], seen)

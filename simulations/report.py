@@ -1,43 +1,57 @@
-"""`simulate report`: the pictures of a run directory, or of the state directories of its peers."""
+"""`simulate report`: pictures, tables and a page of what a directory holds.
+
+That is a run directory, the state directories of its peers, or the directory of a comparison, a
+sweep or a paper's table. In it, `plots/` has the pictures, `report.csv`, `rounds.csv` and
+`report.tex` the tables, and `report.html` everything.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from peer.display import human_bytes, percent, ratio
 from peer.errors import UserError
+from peer.files import write_atomically
+from peer.plan import Plan
 from peer.rundir import (
-    COMPARISON,
+    PLAN,
+    SUMMARY,
+    MetricRow,
     find_runs,
     merge,
-    perplexity,
     read_json,
     read_metrics,
     read_plan,
     read_topology,
+    summarise,
 )
-from simulations.figures import (
-    accuracy_figure,
-    heatmap_figure,
-    perplexity_figure,
-    save,
-    topology_figure,
-)
-from simulations.figures_cfl import attempts_of, clustering_figure
-from simulations.scenarios.pictures import time_figure
+from simulations.collection import is_collection, read_collection
+from simulations.curves import Measure, over_rounds
+from simulations.figures import save
+from simulations.figures_bags import animate_bags
+from simulations.gallery import Drawn, pictures_of_collection, pictures_of_run
+from simulations.page import Page, Picture, write_page
 from simulations.scenarios.runs import SCENARIO
-from simulations.scenarios.scenario import load
+from simulations.tables import write_csv
+from simulations.typeset import latex, run_sheet, study_sheet
 
 PLOTS = "plots"
-REFERENCES = ("local", "random")
-"""Methods whose mean is drawn beside the run's own, where its comparison has them."""
+REPORT = "report"
+ROUNDS = "rounds.csv"
+MEASURES: tuple[Measure, ...] = ("accuracy", "loss", "precision", "recall")
 
 
 def locate(paths: Sequence[Path], out: Path | None) -> Path:
-    """Return the run directory to report on; several peers' directories are merged into `out`.
+    """Return the directory to report on; several peers' directories are merged into `out`.
 
     Raises UserError when a path holds no run, or several runs are given without `out`.
     """
+    if len(paths) == 1 and is_collection(paths[0]):
+        return paths[0]
     runs = [run for path in paths for run in find_runs(path)]
     if len(runs) == 1:
         return runs[0]
@@ -50,30 +64,155 @@ def locate(paths: Sequence[Path], out: Path | None) -> Path:
     return out
 
 
-def write_report(run: Path) -> list[Path]:
-    """Draw the pictures of a run directory into its `plots/`, and return the files written.
+def write_report(path: Path, *, animate: bool = False) -> list[Path]:
+    """Write the report of a directory into it, and return the files, the page first.
 
-    Raises UserError when the directory is not a run's or no round was finished in it.
+    With `animate` the report of a run has a GIF of its bags forming, if it has bags. Raises
+    UserError when nothing in the directory is a run, or no round was finished in it.
     """
+    (path / PLOTS).mkdir(exist_ok=True)
+    return _report_collection(path) if is_collection(path) else _report_run(path, animate)
+
+
+def _report_run(run: Path, animate: bool) -> list[Path]:
     plan, rows, topology = read_plan(run), read_metrics(run), read_topology(run)
     if not rows:
         raise UserError(f"no round was finished in {run}")
-    references = {
-        method: [(float(t), float(mean)) for t, mean in summary["curve"]]
-        for method, summary in read_json(run / COMPARISON).items()
-        if method in REFERENCES and method != plan.method
-    }
-    figures = {
-        "accuracy": accuracy_figure(plan, rows, references),
-        "heatmap": heatmap_figure(plan, topology),
-        "topology": topology_figure(plan, topology),
-    }
-    if attempts_of(rows):
-        figures["clustering"] = clustering_figure(plan, rows)
-    if perplexity(plan, 0.0) is not None:
-        figures["perplexity"] = perplexity_figure(plan, rows)
-    if (run / SCENARIO).exists():
-        figures["time"] = time_figure(load(run / SCENARIO), rows)
-    folder = run / PLOTS
-    folder.mkdir(exist_ok=True)
-    return [path for name, figure in figures.items() for path in save(figure, folder / name)]
+    files, pictures = _save(run, pictures_of_run(run, plan, rows, topology))
+    if animate and any(row.bag for row in topology):
+        gif = animate_bags(plan, rows, topology, run / PLOTS / "bags.gif")
+        caption = "The bags over the rounds, as in the pictures of the rounds."
+        pictures.append(Picture(gif, "The bags forming", caption))
+        files.append(gif)
+    sheet = run_sheet(plan, rows)
+    summary = read_json(run / SUMMARY)
+    last = max(row.t for row in rows)
+    notes = []
+    if not summary:
+        notes.append(f"The run was not finished: round {last} of {plan.rounds} is its last so far.")
+        summary = summarise(plan, rows, topology, wall_s=rows[-1].time - rows[0].time)
+    if attackers := sorted({row.index for row in rows if row.attacker}):
+        names = ", ".join(map(str, attackers))
+        notes.append(f"Peers {names} attack ({summary.get('attack', '')}); figures are of others.")
+    page = Page(
+        title=f"{plan.name}: {plan.method}",
+        lead=_lead(plan),
+        notes=notes,
+        facts=_facts(summary),
+        sheet=sheet,
+        pictures=pictures,
+        files=[(name, (run / name).read_text()) for name in (PLAN, SCENARIO, SUMMARY)
+               if (run / name).exists()],
+    )  # fmt: skip
+    labels = {"method": plan.method}
+    return [
+        write_page(page, run / f"{REPORT}.html"),
+        _write_rounds([(labels, [rows])], run / ROUNDS),
+        *_write_text(run / f"{REPORT}.tex", latex(sheet)),
+        *files,
+    ]
+
+
+def _report_collection(path: Path) -> list[Path]:
+    collection = read_collection(path)
+    files, pictures = _save(path, pictures_of_collection(collection))
+    sheet = study_sheet(collection)
+    notes = []
+    if collection.unfinished:
+        notes.append(f"Runs that are not finished, and left out: {collection.unfinished}.")
+    first = collection.runs[0]
+    plan = first.plan
+    page = Page(
+        title=path.resolve().name,
+        lead=_lead(plan, several=True),
+        notes=notes,
+        facts=[
+            ("runs", str(len(collection.runs))),
+            ("methods", str(len({run.plan.method for run in collection.runs}))),
+            ("seeds", str(len({run.plan.seed for run in collection.runs}))),
+            ("peers", str(plan.n)),
+            ("rounds", str(plan.rounds)),
+        ],
+        sheet=sheet,
+        pictures=pictures,
+        files=[
+            (f"{PLAN} of {first.folder.name}", (first.folder / PLAN).read_text()),
+            ("all runs", "\n".join(run.folder.name for run in collection.runs)),
+        ],
+        collection=True,
+    )
+    lines = [group.line for group in collection.groups]
+    told = [
+        ({**group.labels, "method": group.name}, [run.rows for run in group.runs])
+        for group in collection.groups
+    ]
+    return [
+        write_page(page, path / f"{REPORT}.html"),
+        write_csv(lines, path / f"{REPORT}.csv"),
+        _write_rounds(told, path / ROUNDS),
+        *_write_text(path / f"{REPORT}.tex", latex(sheet)),
+        *files,
+    ]
+
+
+def _save(path: Path, drawn: Iterator[Drawn]) -> tuple[list[Path], list[Picture]]:
+    """Write pictures, and return all files and what a page shows of them."""
+    files: list[Path] = []
+    pictures = []
+    for own in drawn:
+        written = save(own.figure, path / PLOTS / own.name)
+        files += written
+        pictures.append(Picture(written[0], own.heading, own.caption))
+    return files, pictures
+
+
+def _lead(plan: Plan, *, several: bool = False) -> str:
+    label = plan.partition.label
+    split = "one distribution" if label == "none-1" else label
+    parts = [plan.data, split, plan.model, f"{plan.n} peers", f"{plan.rounds} rounds"]
+    return " · ".join(parts if several else [plan.method, *parts, f"seed {plan.seed}"])
+
+
+def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what matters most of a summary, as texts; what it does not have is left out."""
+    told = [
+        ("accuracy, mean over peers", percent(summary["accuracy_mean"])),
+        ("accuracy, worst peer", percent(summary["accuracy_worst"])),
+        ("precision of the bags", ratio(summary["precision"])),
+        ("recall of the bags", ratio(summary["recall"])),
+        ("clusters found", str(summary["clusters_found"] or "-")),
+        ("payload sent", human_bytes(summary["bytes_sent"])),
+        ("peers that finished", f"{summary['finished']} of {summary['n']}"),
+        ("wall time", f"{summary['wall_s']:.0f} s"),
+    ]
+    if summary.get("perplexity") is not None:
+        told.insert(0, ("perplexity", f"{summary['perplexity']:.1f}"))
+    if "virtual_s" in summary:
+        told.append(("virtual time", f"{summary['virtual_s']:.0f} s"))
+    return [(name, text) for name, text in told if text != "-"]
+
+
+def _write_rounds(
+    told: Sequence[tuple[Mapping[str, str], Sequence[Sequence[MetricRow]]]], path: Path
+) -> Path:
+    """Write the means over peers (and seeds) of every round as CSV, and return `path`."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*told[0][0], "round", *MEASURES, "payload_received"])
+    for labels, runs in told:
+        rows = [row for own in runs for row in own if not row.attacker]
+        curves = [over_rounds(rows, measure) for measure in MEASURES]
+        tables = [dict(zip(curve.x, curve.y, strict=True)) for curve in curves]
+        received: dict[int, list[int]] = {}
+        for row in rows:
+            received.setdefault(row.t, []).append(row.payload_received)
+        for t, counts in sorted(received.items()):
+            figures = [table.get(t, "") for table in tables]
+            writer.writerow([*labels.values(), t, *figures, sum(counts) / len(counts)])
+    write_atomically(path, text.getvalue())
+    return path
+
+
+def _write_text(path: Path, text: str) -> list[Path]:
+    write_atomically(path, text)
+    return [path]

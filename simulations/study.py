@@ -135,6 +135,16 @@ def canonical(plan: Plan) -> Plan:
     return plan.model_copy(update=update)
 
 
+def asks_for(method: str, key: str) -> bool:
+    """Tell whether a method asks for a dotted key of the plan, so that its value matters to it."""
+    table, _, name = key.partition(".")
+    if method in _ASKS_FOR and table in ("matching", "central"):
+        return name in _ASKS_FOR[method][table == "central"]
+    if table == "cfl":
+        return method not in _ASKS_FOR
+    return table != "defence" or method != BASELINE
+
+
 def parse_variation(text: str) -> list[tuple[str, str, Any]]:
     """Return (key, text, value) of each value of KEY=V1,V2; values are as TOML has them.
 
@@ -178,7 +188,7 @@ def check_methods(names: Sequence[str]) -> None:
 class Line:
     """What a variant came to in a setting: figures over its seeds, None where there are none.
 
-    Accuracies are shares in [0, 1]. `accuracy_sd` is the sample standard deviation over seeds,
+    Accuracies are shares in [0, 1]. `..._sd` is the sample standard deviation over seeds,
     `accuracy_worst` the least of any peer with any seed, `below_local` the mean number of peers
     that do worse than by themselves with the same seed, `far_below_local` the largest number that
     do by more than FAR_BELOW; `perplexity` is of text only; `bytes_moved` and `seconds` are those
@@ -203,6 +213,9 @@ class Line:
     far_below_local: int | None = None
     backdoor: float | None = None
     chosen: float | None = None
+    precision_sd: float | None = None
+    recall_sd: float | None = None
+    perplexity_sd: float | None = None
 
     @property
     def figures(self) -> dict[str, float | int | None]:
@@ -315,20 +328,29 @@ def _grouped(study: Study) -> Iterator[list[Cell]]:
 def _line(cells: Sequence[Cell], out: Path, equipment: Equipment, baseline: bool) -> Line:
     runs = [cell_folder(out, cell.plan, equipment) for cell in cells]
     alone = [cell_folder(out, _baseline(cell), equipment) for cell in cells] if baseline else []
+    return line_of(cells[0].setting.labels, cells[0].variant.name, runs, alone)
+
+
+def line_of(
+    labels: Mapping[str, str], variant: str, runs: Sequence[Path], alone: Sequence[Path]
+) -> Line:
+    """Return what finished runs that differ in their seed come to.
+
+    `alone` are the runs of `local` with the same seeds in the same order, or none.
+    """
     summaries = [read_json(run / SUMMARY) for run in runs]
     accuracies = [_accuracies(run) for run in runs]
     lost = [  # empty without a baseline
-        [local[i] - own[i] for i in own]
+        [local[i] - own[i] for i in own if i in local]
         for own, local in zip(accuracies, map(_accuracies, alone), strict=False)
     ]
-    means = [summary["accuracy_mean"] for summary in summaries]
     return Line(
-        labels=cells[0].setting.labels,
-        variant=cells[0].variant.name,
-        seeds=len(cells),
-        accuracy_mean=fmean(means),
-        accuracy_sd=stdev(means) if len(means) > 1 else None,
-        accuracy_worst=min(min(own.values()) for own in accuracies),
+        labels=labels,
+        variant=variant,
+        seeds=len(runs),
+        accuracy_mean=_mean(summaries, "accuracy_mean"),
+        accuracy_sd=_sd(summaries, "accuracy_mean"),
+        accuracy_worst=min((value for own in accuracies for value in own.values()), default=None),
         below_local=fmean(float(sum(loss > 0 for loss in own)) for own in lost) if lost else None,
         precision=_mean(summaries, "precision"),
         recall=_mean(summaries, "recall"),
@@ -340,6 +362,9 @@ def _line(cells: Sequence[Cell], out: Path, equipment: Equipment, baseline: bool
         far_below_local=max((sum(loss > FAR_BELOW for loss in own) for own in lost), default=None),
         backdoor=_mean(summaries, "backdoor"),
         chosen=_mean(summaries, "chosen"),
+        precision_sd=_sd(summaries, "precision"),
+        recall_sd=_sd(summaries, "recall"),
+        perplexity_sd=_sd(summaries, "perplexity"),
     )
 
 
@@ -350,5 +375,14 @@ def _accuracies(run: Path) -> dict[int, float]:
 
 
 def _mean(summaries: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    values = [value for summary in summaries if (value := summary.get(key)) is not None]
+    values = _values(summaries, key)
     return fmean(values) if values else None
+
+
+def _sd(summaries: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = _values(summaries, key)
+    return stdev(values) if len(values) > 1 else None
+
+
+def _values(summaries: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return [value for summary in summaries if (value := summary.get(key)) is not None]

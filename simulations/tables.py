@@ -18,7 +18,7 @@ from rich.table import Table
 
 from peer.display import CLUSTER_COLOURS, human_bytes, percent, ratio
 from peer.files import write_atomically
-from simulations.figures import MUTED, STYLE
+from simulations.figures import METHOD_COLOURS, MUTED, STYLE
 from simulations.study import Line
 
 MARKERS = "osD^vP*X"
@@ -82,6 +82,7 @@ def study_figure(lines: Sequence[Line], title: str, note: str = "") -> Figure:
     variants = list(dict.fromkeys(line.variant for line in lines))
     names = list(dict.fromkeys(_name(line) for line in lines))
     numbers = _numbers(lines)
+    shifts = [0.6 * ((place + 0.5) / len(variants) - 0.5) for place in range(len(variants))]
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(max(6.4, 1.2 * len(names) + 3.4), 4.4), layout="constrained")
         FigureCanvasAgg(figure)
@@ -96,18 +97,21 @@ def study_figure(lines: Sequence[Line], title: str, note: str = "") -> Figure:
             if numbers:
                 x = [numbers[_name(line)] for line in own]
             else:
-                shift = 0.6 * ((place + 0.5) / len(variants) - 0.5)
-                x = [names.index(_name(line)) + shift for line in own]
+                x = [names.index(_name(line)) + shifts[place] for line in own]
             _draw(axes, x, own, variant, place, joined=bool(numbers))
         if numbers:
             axes.set_xlabel(next(iter(lines[0].labels)))
             axes.set_xticks(sorted(numbers.values()))
         else:
-            axes.set_xticks(range(len(names)), names)
+            if len(names) == 1:
+                axes.set_xticks(shifts, variants)
+            else:
+                axes.set_xticks(range(len(names)), names)
             axes.set_xlim(-0.5, len(names) - 0.5)
         axes.set_ylabel("accuracy, %")
         axes.grid(axis="y")
-        figure.legend(loc="outside right center")
+        if numbers or len(names) > 1:
+            figure.legend(loc="outside right center")
         return figure
 
 
@@ -136,8 +140,9 @@ def _draw(
     deviations = None
     if any(line.accuracy_sd is not None for line in lines):
         deviations = [100 * (line.accuracy_sd or 0.0) for line in lines]
+    usual = CLUSTER_COLOURS[place % len(CLUSTER_COLOURS)]
     axes.errorbar(
         x, 100 * means, yerr=deviations, label=label, ms=6, capsize=2.5, elinewidth=1,
-        color=CLUSTER_COLOURS[place % len(CLUSTER_COLOURS)], marker=MARKERS[place % len(MARKERS)],
+        color=METHOD_COLOURS.get(label, usual), marker=MARKERS[place % len(MARKERS)],
         ls="-" if joined else "", lw=1.4,
     )  # fmt: skip

@@ -7,14 +7,48 @@ a of them in a cluster (oneself included in both), l candidates a round and k ne
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 from scipy.stats import hypergeom
 
 from peer.errors import UserError
+from peer.plan import Plan
 
 Distribution = npt.NDArray[np.float64]
 """Probabilities [k + 1] of having 0, 1, ..., k true neighbours."""
+
+
+@dataclass(frozen=True)
+class Theory:
+    """What is expected of the neighbours of stage 1, in rounds 1, 2, ...: shares in [0, 1]."""
+
+    name: str
+    precision: list[float]
+    recall: list[float]
+    purity: list[float]
+
+
+def stage_one(plan: Plan) -> Theory | None:
+    """Return what is expected of a plan's stage 1, where every peer hears of all others.
+
+    None where the theory has nothing to say: other methods, clusters that are not of one size or
+    but one, a skew that makes members of a cluster differ, more candidates than there are.
+    """
+    K = plan.partition.clusters
+    n, a, l, k = plan.n, plan.n // K, plan.matching.l, plan.matching.k  # noqa: E741
+    if K == 1 or n % K or a == 1 or plan.partition.skew != "none" or not (k <= l < n - k):
+        return None
+    if plan.method in ("panm-grad", "panm-loss"):
+        name, distributions = "NSMC", nsmc(n, a, l, k, plan.t1)
+    elif plan.method == "pens":
+        name, distributions = "PENS", [pens(n, a, l, k)] * plan.t1
+    else:
+        return None
+    precision = [expected_precision(p) for p in distributions]
+    recall = [k * share / (a - 1) for share in precision]
+    return Theory(name, precision, recall, [all_true(p) for p in distributions])
 
 
 def nsmc(n: int, a: int, l: int, k: int, rounds: int) -> list[Distribution]:  # noqa: E741

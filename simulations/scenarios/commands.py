@@ -21,11 +21,11 @@ from rich.progress import (
 
 from peer.display import human_bytes
 from peer.files import write_atomically
-from peer.rundir import SUMMARY, MetricRow, read_metrics, read_topology
+from peer.rundir import SUMMARY, MetricRow
 from simulations.compare import make_console
 from simulations.demo import comparison_table
 from simulations.figures import save
-from simulations.report import PLOTS, write_report
+from simulations.report import write_report
 from simulations.runs import Equipment
 from simulations.scenarios.runs import calibrate as measure_speeds
 from simulations.scenarios.runs import run_real, run_scenario
@@ -35,9 +35,6 @@ from simulations.scenarios.topology import describe_graph
 
 OVERRUN = 0.02
 """Share of a run by which trainings may take too long before it is worth a word."""
-
-MOST_LINES = 16
-"""Runs of a sweep that are drawn in one picture."""
 
 
 class How(StrEnum):
@@ -76,11 +73,7 @@ def run(
     console.print(comparison_table([(how.value, summary)]))
     console.print(_account(summary))
     print(f"Summary:  {out / SUMMARY}")
-    print(f"Pictures: {write_report(out)[0].parent}/")
-    if animate:
-        from simulations.scenarios.pictures import animate_bags
-
-        print(animate_bags(scenario.plan, read_topology(out), out / PLOTS / "bags.gif"))
+    print(f"Report:   {write_report(out, animate=animate)[0]}")
 
 
 def end_by_exception() -> None:
@@ -174,10 +167,4 @@ def sweep(
     console.print(sweep_table(results))
     write_atomically(out / "scenario.toml", scenario.to_toml())
     print(write_csv(results, out / "sweep.csv"))
-    if len(results) <= MOST_LINES and len({cell.scenario.plan.n for cell, _ in results}) == 1:
-        from simulations.scenarios.pictures import sweep_figure
-
-        runs = {", ".join(cell.labels.values()): read_metrics(cell.folder) for cell, _ in results}
-        keys = "\n".join(results[0][0].labels)
-        figure = sweep_figure(scenario.name, keys, scenario.plan.n, runs)
-        print(save(figure, out / "sweep")[0])
+    print(f"Report:   {write_report(out)[0]}")

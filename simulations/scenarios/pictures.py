@@ -6,23 +6,21 @@ Pure drawing, in the style of `simulations.figures`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import matplotlib as mpl
 import networkx as nx
 import numpy as np
-import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from peer.display import CLUSTER_COLOURS, human_bytes
-from peer.plan import Plan
-from peer.rundir import MetricRow, TopologyRow
-from simulations.figures import FAINT, INK, MAX_LABELS, MUTED, STYLE, title
+from peer.display import CLUSTER_COLOURS
+from peer.rundir import MetricRow
+from simulations.curves import start_of
+from simulations.figures import FAINT, INK, MAX_LABELS, MUTED, STYLE, colour_of
 from simulations.scenarios.devices import USUAL
 from simulations.scenarios.scenario import Scenario
 from simulations.scenarios.script import Happening, Heal, Kill, Leave, Partition, Restart
@@ -33,10 +31,6 @@ SHAPES = "os^Dv*Ph"
 """Marks of the device classes, the usual one first."""
 MAX_EDGES = 4000
 """Links that are drawn; of more, each so many-th."""
-FRAMES = 80
-"""Frames of an animation at most."""
-
-Points = list[tuple[float, float]]
 
 
 def scenario_figure(scenario: Scenario) -> Figure:
@@ -69,7 +63,7 @@ def _draw_topology(axes: Axes, scenario: Scenario) -> None:
         members = [i for i in graph if people.classes[i] == name]
         nx.draw_networkx_nodes(
             graph, places, nodelist=members, node_shape=shape, node_size=size, ax=axes,
-            node_color=[_colour(people.clusters[i]) for i in members],
+            node_color=[colour_of(people.clusters[i]) for i in members],
             edgecolors=[INK if i in scenario.absent else "white" for i in members],
         )  # fmt: skip
     if len(graph) <= MAX_LABELS:
@@ -168,98 +162,10 @@ def tell(event: Happening) -> str:
     return f"{getattr(event, 'do', '')} {whom}".strip() + (f": {more}" if more else "")
 
 
-def time_figure(scenario: Scenario, rows: Sequence[MetricRow]) -> Figure:
-    """Return the mean accuracy, and the band from the worst to the best peer, against the virtual
-    seconds and against the payload that a peer has received on average."""
-    times, accuracies, payload = curves(scenario.plan.n, rows)
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(11.0, 4.6), layout="constrained")
-        FigureCanvasAgg(figure)
-        panels = figure.subplots(1, 2, sharey=True)
-        title(panels[0], scenario.plan, "Accuracy against time")
-        panels[1].set_title("and bytes", loc="left", fontsize=13, fontweight="bold", pad=24)
-        for axes, x in zip(panels, (times, payload), strict=True):
-            _draw_band(axes, x, accuracies)
-        _name_axes(panels)
-        for event, second in moments(scenario, rows):
-            panels[0].axvline(second, color=MUTED, lw=0.9, ls=(0, (3, 2)), zorder=1)
-            panels[0].annotate(
-                str(getattr(event, "do", "")), (second, 1), xycoords=("data", "axes fraction"),
-                xytext=(3, -10), textcoords="offset points", fontsize=8, color=MUTED,
-            )  # fmt: skip
-        return figure
-
-
-def sweep_figure(
-    heading: str, keys: str, n: int, runs: Mapping[str, Sequence[MetricRow]]
-) -> Figure:
-    """Return the mean accuracy of several runs, by what sets them apart (values of `keys`), against
-    virtual seconds and bytes."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(12.5, 4.6), layout="constrained")
-        FigureCanvasAgg(figure)
-        panels = figure.subplots(1, 2, sharey=True)
-        panels[0].set_title(heading, loc="left", fontsize=13, fontweight="bold")
-        for place, (name, rows) in enumerate(runs.items()):
-            times, accuracies, payload = curves(n, rows)
-            mean = np.nanmean(accuracies, axis=1)
-            colour = CLUSTER_COLOURS[place % len(CLUSTER_COLOURS)]
-            for axes, x in zip(panels, (times, payload), strict=True):
-                axes.step(x, mean, where="post", color=colour, lw=1.8, label=name)
-        _name_axes(panels)
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, title=keys, loc="outside right center")
-        return figure
-
-
-def _name_axes(panels: Sequence[Axes]) -> None:
-    for axes in panels:
-        axes.grid(axis="y")
-    panels[0].set_ylabel("accuracy, %")
-    panels[0].set_xlabel("virtual seconds")
-    panels[0].yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}")
-    panels[1].set_xlabel("payload received by a peer")
-    panels[1].xaxis.set_major_formatter(lambda value, _: human_bytes(value))
-    panels[1].xaxis.set_major_locator(MaxNLocator(5))
-
-
-def _draw_band(axes: Axes, x: npt.NDArray[np.float64], accuracies: npt.NDArray[np.float64]) -> None:
-    low, mean, high = (pick(accuracies, axis=1) for pick in (np.nanmin, np.nanmean, np.nanmax))
-    axes.fill_between(x, low, high, step="post", color=CLUSTER_COLOURS[0], alpha=0.15, lw=0)
-    axes.step(x, mean, where="post", color=INK, lw=2.4)
-
-
-def curves(
-    n: int, rows: Sequence[MetricRow], points: int = 400
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return at most `points` times [m], every peer's accuracy then [m, n] (NaN before its first),
-    and the payload bytes received by then, the mean over all n peers [m].
-
-    A peer's accuracy holds until its next round ends.
-    """
-    judged = sorted((row for row in rows if row.accuracy is not None), key=lambda row: row.time)
-    ends_ = np.array([row.time for row in judged])
-    times = np.unique(ends_)
-    if len(times) > points:
-        times = np.linspace(times[0], times[-1], points)
-    accuracy = np.full((len(times), n), np.nan)
-    payload = np.zeros(len(times))
-    for i in range(n):
-        own = [row for row in judged if row.index == i]
-        if not own:
-            continue
-        place = np.searchsorted([row.time for row in own], times, side="right") - 1
-        there = place >= 0
-        values = np.array([row.accuracy for row in own], dtype=np.float64)
-        received = np.array([row.payload_received for row in own], dtype=np.float64)
-        accuracy[there, i] = values[place[there]]
-        payload[there] += received[place[there]] / n
-    return times, accuracy, payload
-
-
 def moments(scenario: Scenario, rows: Sequence[MetricRow]) -> list[tuple[Happening, float]]:
-    """Return each event with the second at which it happened, as far as the rows tell: those of a
-    round as its first (or first concerned) peer began it."""
+    """Return each event with the second since the beginning at which it happened, as far as
+    the rows tell: those of a round as its first (or first concerned) peer began it."""
+    beginning = start_of(rows)
     began: dict[int, list[MetricRow]] = {}
     for row in rows:
         began.setdefault(row.t, []).append(row)
@@ -271,61 +177,7 @@ def moments(scenario: Scenario, rows: Sequence[MetricRow]) -> list[tuple[Happeni
             if event.individual:
                 whom = set(select(getattr(event, "peers", ()), scenario.people, ()))
                 own = [row for row in own if row.index in whom] or own
-            second = min((row.time - row.seconds.round for row in own), default=None)
+            second = min((row.time - row.seconds.round - beginning for row in own), default=None)
         if second is not None:
             found.append((event, second))
     return found
-
-
-def animate_bags(plan: Plan, topology: Sequence[TopologyRow], path: Path) -> Path:
-    """Write a GIF of the bags forming, a frame a round (or every few), and return its path.
-
-    Peers stand on a circle by true cluster; a line joins two that are in each other's bag.
-    """
-    from matplotlib.animation import FuncAnimation, PillowWriter
-
-    by_round: dict[int, dict[int, TopologyRow]] = {}
-    for row in topology:
-        by_round.setdefault(row.t, {})[row.index] = row
-    rounds = sorted(by_round)
-    rounds = rounds[:: max(1, math.ceil(len(rounds) / FRAMES))]
-    order = sorted(range(plan.n), key=lambda i: (plan.cluster_of(i), i))
-    turn = {i: 2 * math.pi * place / plan.n for place, i in enumerate(order)}
-    with mpl.rc_context({**STYLE, "savefig.bbox": None}):
-        figure = Figure(figsize=(5.2, 5.4))
-        FigureCanvasAgg(figure)
-        axes = figure.add_axes((0.02, 0.02, 0.96, 0.9))
-
-        def draw(t: int) -> list[Line2D]:
-            axes.clear()
-            axes.set_axis_off()
-            axes.set_title(f"{plan.method}, round {t}", loc="left", fontsize=12, fontweight="bold")
-            rows = by_round[t]
-            lines = []
-            for i, row in rows.items():
-                for j in row.bag:
-                    if i < j and j in rows and i in rows[j].bag:
-                        same = row.cluster == rows[j].cluster
-                        lines += axes.plot(
-                            [math.cos(turn[i]), math.cos(turn[j])],
-                            [math.sin(turn[i]), math.sin(turn[j])],
-                            color=_colour(row.cluster) if same else INK,
-                            lw=0.8, alpha=0.5 if same else 0.9, zorder=1 if same else 2,
-                        )  # fmt: skip
-            for i in order:
-                cluster = rows[i].cluster if i in rows else plan.cluster_of(i)
-                axes.plot(
-                    math.cos(turn[i]), math.sin(turn[i]), "o", ms=9 if plan.n <= 60 else 5,
-                    color=_colour(cluster) if i in rows else FAINT, mec="white", zorder=3,
-                )  # fmt: skip
-            axes.set_xlim(-1.12, 1.12)
-            axes.set_ylim(-1.12, 1.12)
-            return lines
-
-        animation = FuncAnimation(figure, draw, frames=rounds, interval=160)
-        animation.save(path, writer=PillowWriter(fps=6), dpi=90)
-    return path
-
-
-def _colour(cluster: int | None) -> str:
-    return MUTED if cluster is None else CLUSTER_COLOURS[cluster % len(CLUSTER_COLOURS)]

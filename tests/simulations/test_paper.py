@@ -160,5 +160,5 @@ def test_pure_are_those_whose_whole_list_is_true() -> None:
             (2, 2, [0]), (2, 3, [0]),
         )
     ]  # fmt: skip
-    assert share_pure(plan, rows) == [0.5, 0.75]
+    assert share_pure(plan, rows) == {1: 0.5, 2: 0.75}
     assert purity_rows([]) == []

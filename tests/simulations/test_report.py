@@ -2,43 +2,62 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
+from base64 import b64decode
 from pathlib import Path
 
+import matplotlib as mpl
 import numpy as np
 import pytest
+from matplotlib.collections import LineCollection
 
+from peer.display import CLUSTER_COLOURS
 from peer.errors import UserError
 from peer.plan import Plan
-from peer.rundir import MetricRow, RunWriter, TopologyRow
-from simulations.figures import (
-    accuracy_figure,
-    aggregation_counts,
-    bag_graph,
-    heatmap_figure,
-    topology_figure,
+from peer.rundir import (
+    MetricRow,
+    RunWriter,
+    TopologyRow,
+    read_metrics,
+    read_plan,
+    read_topology,
+    summarise,
 )
+from simulations.figures import INK, accuracy_figure, aggregation_counts, heatmap_figure
+from simulations.figures_bags import topology_figure
 from simulations.report import locate, write_report
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def plan_of(n: int, clusters: int = 2) -> Plan:
-    return Plan.model_validate(
-        {"n": n, "rounds": 3, "partition": {"kind": "rotation", "clusters": clusters}}
-    )
+    table = {"n": n, "rounds": 3, "partition": {"kind": "rotation", "clusters": clusters}}
+    return Plan.model_validate(table)
 
 
-def write_run(path: Path, n: int = 4, peers: range | None = None) -> Path:
+def write_run(
+    path: Path,
+    n: int = 4,
+    peers: range | None = None,
+    *,
+    accuracy: bool = True,
+) -> Path:
     with RunWriter(path, plan_of(n)) as writer:
         for t in (1, 2, 3):
             for index in range(n) if peers is None else peers:
                 partner = (index + 2) % n
-                row = MetricRow(t=t, index=index, cluster=index % 2, accuracy=0.2 * t)
+                value = 0.2 * t if accuracy else None
+                row = MetricRow(t=t, index=index, cluster=index % 2, accuracy=value)
                 writer.append(
                     row, TopologyRow(t=t, index=index, neighbours=[partner], bag=[partner])
                 )
     return path
+
+
+def summarise_run(run: Path) -> dict[str, object]:
+    return summarise(read_plan(run), read_metrics(run), read_topology(run), wall_s=1.0)
 
 
 def choice(t: int, index: int, neighbours: list[int], bag: list[int]) -> TopologyRow:
@@ -53,15 +72,23 @@ def test_counts_say_how_often_a_row_took_a_column() -> None:
     assert np.array_equal(counts, [[0, 1, 0], [2, 0, 1], [0, 0, 0]])
 
 
-def test_the_graph_is_of_the_last_bags() -> None:
+def test_lines_lead_from_a_peer_halfway_to_those_in_its_last_bag() -> None:
     rows = [
         choice(1, 0, [], [1]),
         choice(2, 0, [], [2]),
         choice(1, 2, [], [0]),
-        choice(1, 1, [], []),
+        choice(1, 1, [], [2]),
     ]
-    assert sorted(bag_graph(rows).edges) == [(0, 2), (2, 0)]
-    assert sorted(bag_graph(rows).nodes) == [0, 1, 2]
+    axes = topology_figure(plan_of(3), rows).axes[0]
+    lines, dots = axes.collections
+    assert isinstance(lines, LineCollection)
+    places = dict(zip((0, 1, 2), np.asarray(dots.get_offsets()), strict=True))
+    # 0 and 2 are of cluster 0, and in the order of `layout` before 1.
+    places = {0: places[0], 2: places[1], 1: places[2]}
+    expected = [(places[i], (places[i] + places[j]) / 2) for i, j in ((0, 2), (1, 2), (2, 0))]
+    np.testing.assert_allclose(lines.get_segments(), expected)
+    colours = [mpl.colors.to_hex(tuple(own)).upper() for own in np.asarray(lines.get_colors())]
+    assert colours == [CLUSTER_COLOURS[0], INK, CLUSTER_COLOURS[0]]
 
 
 def test_accuracy_shows_each_peer_the_mean_and_the_references() -> None:
@@ -97,28 +124,65 @@ def test_topologies_of_any_size_are_drawn(n: int, clusters: int) -> None:
     assert len(np.unique(points.round(9), axis=0)) == n
 
 
-def test_a_report_is_six_files_and_repeats_exactly(tmp_path: Path) -> None:
+def test_a_report_is_one_page_with_its_pictures_and_repeats_exactly(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     comparison = {"local": {"accuracy_mean": 0.3, "curve": [[1, 0.1], [3, 0.3]]}}
     (run / "comparison.json").write_text(json.dumps(comparison))
-    files = write_report(run)
-    assert [file.name for file in files] == [
-        f"{name}.{ending}"
-        for name in ("accuracy", "heatmap", "topology")
-        for ending in ("png", "svg")
-    ]
-    assert all(file.read_bytes().startswith(PNG) for file in files if file.suffix == ".png")
+    files = write_report(run, animate=True)
+    assert [file.relative_to(run).as_posix() for file in files] == [
+        "report.html", "rounds.csv", "report.tex",
+        *(
+            f"plots/{name}.{ending}"
+            for name in ("accuracy", "heatmap", "topology", "evolution")
+            for ending in ("png", "svg")
+        ),
+        "plots/bags.gif",
+    ]  # fmt: skip
+    page = files[0].read_text()
+    pictures = re.findall(r'src="data:image/(png|gif);base64,([^"]+)"', page)
+    assert [kind for kind, _ in pictures] == ["png"] * 4 + ["gif"]
+    starts = {"png": PNG, "gif": b"GIF89a"}
+    assert all(b64decode(text).startswith(starts[kind]) for kind, text in pictures)
+    assert "The run was not finished: round 3 of 3" in page
+    assert "local 30.0" in (run / "plots" / "accuracy.svg").read_text()
     before = [file.read_bytes() for file in files]
-    assert "local 30.0" in before[1].decode()
-    write_report(run)
+    write_report(run, animate=True)
     assert [file.read_bytes() for file in files] == before
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_escapes(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "summary.json").write_text(json.dumps({**summarise_run(run), "version": "<script>"}))
+    page = write_report(run)[0].read_text()
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", page)
+    assert "http" not in page
+
+
+def test_rounds_are_means_over_peers(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_report(run)
+    rows = [*csv.DictReader((run / "rounds.csv").open())]
+    assert [(row["method"], row["round"]) for row in rows] == [
+        ("panm-grad", "1"), ("panm-grad", "2"), ("panm-grad", "3"),
+    ]  # fmt: skip
+    assert [float(row["accuracy"]) for row in rows] == pytest.approx([0.2, 0.4, 0.6])
+    assert {row["precision"] for row in rows} == {""}
+
+
+def test_a_run_that_was_never_judged_still_has_a_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", accuracy=False)
+    names = {file.stem for file in write_report(run)}
+    assert "accuracy" not in names
+    assert {"report", "heatmap", "topology"} <= names
 
 
 def test_peers_directories_are_merged_first(tmp_path: Path) -> None:
     peers = [write_run(tmp_path / f"peer-{i}", peers=range(i, i + 1)) for i in range(4)]
     assert locate(peers[:1], None) == peers[0]
     assert locate([tmp_path], tmp_path / "run") == tmp_path / "run"
-    assert len(write_report(tmp_path / "run")) == 6
+    assert tmp_path / "run" / "report.html" in write_report(tmp_path / "run")
     with pytest.raises(UserError, match="merged"):
         locate(peers, None)
 

@@ -13,11 +13,12 @@ from typer.testing import CliRunner
 from peer.errors import FederationError, UserError
 from peer.rundir import read_metrics, read_topology
 from simulations.cli import app
+from simulations.curves import over_time
 from simulations.engine.laboratory import Laboratory
 from simulations.engine.workers import Engine
 from simulations.runs import Equipment
 from simulations.scenarios.learning import EngineLearning, Training
-from simulations.scenarios.pictures import curves, moments
+from simulations.scenarios.pictures import moments
 from simulations.scenarios.runs import run_scenario
 from simulations.scenarios.scenario import Scenario, find, load
 from simulations.scenarios.sweep import Cell, make_cells, parse_grid, run_sweep
@@ -131,7 +132,7 @@ def test_a_run_directory_of_virtual_time(tmp_path: Path) -> None:
     assert summary["bytes_sent"] == summary["bytes_received"] + summary["bytes_lost"]
     assert summary["finished"] == 8
     assert [row.accuracy is None for row in rows if row.index == 0] == [True, False] * 3
-    times, accuracies, payload = curves(8, rows)
+    times, accuracies, payload = over_time(8, rows)
     assert (np.diff(times) > 0).all()
     assert (np.diff(payload) >= 0).all()
     assert payload[-1] == pytest.approx(sum(r.payload_received for r in rows if r.t == 6) / 8)
@@ -204,7 +205,7 @@ def test_the_command_lists_shows_and_runs(tmp_path: Path, monkeypatch: pytest.Mo
     assert "Virtual time: " in told
     run = tmp_path / "runs" / "scenario-random"
     assert json.loads((run / "summary.json").read_text())["scenario"] == "scenario"
-    assert {path.name for path in (run / "plots").glob("*.png")} >= {"accuracy.png", "time.png"}
+    assert {path.name for path in (run / "plots").glob("*.png")} >= {"accuracy.png", "cost.png"}
     assert (run / "plots" / "bags.gif").read_bytes()[:6] == b"GIF89a"
 
 
