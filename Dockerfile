@@ -21,7 +21,7 @@ RUN /opt/panmesh/bin/pip install --no-cache-dir --constraint constraints.txt . \
 
 FROM ${PYTHON_IMAGE}
 RUN useradd --system --uid 10001 --no-create-home --home-dir /state panmesh \
-    && install --directory --owner panmesh --group panmesh /state
+    && install --directory --owner panmesh --group panmesh --mode 0700 /state /federation /authority
 COPY --from=build /opt/panmesh /opt/panmesh
 # One thread a peer: containers share the machine's cores, and one thread repeats bit by bit.
 ENV PATH=/opt/panmesh/bin:$PATH \

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +18,9 @@ from peer.learning.local_import import import_module
 from peer.network.address import BOOTSTRAP_PORT
 from peer.plan import Plan
 from peer.plan_check import check_plan
+
+if TYPE_CHECKING:
+    from peer.network.federation import Credentials
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -72,6 +75,28 @@ def bootstrap(
             envvar="PANMESH_BOOTSTRAP_EXIT_WHEN_DONE",
         ),
     ] = False,
+    federation: Annotated[
+        Path | None,
+        typer.Option(
+            help="Federation file; connections are then encrypted.",
+            envvar="PANMESH_BOOTSTRAP_FEDERATION",
+        ),
+    ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            help="The bootstrap node's secret key, with --federation.",
+            envvar="PANMESH_BOOTSTRAP_KEY",
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Listen beyond loopback without keys.",
+            envvar="PANMESH_BOOTSTRAP_INSECURE",
+        ),
+    ] = False,
     imports: Annotated[
         list[str] | None,
         typer.Option(
@@ -98,12 +123,31 @@ def bootstrap(
         state=state,
         reclaim_after=reclaim_after,
         exit_when_done=exit_when_done,
+        credentials=_credentials(federation, key),
+        insecure=insecure,
     )
     end_on_signal(_serve(node))
 
 
 app.command()(tree)
 app.command()(theory)
+
+
+def _credentials(federation: Path | None, key: Path | None) -> Credentials | None:
+    """Return the node's credentials, None without any. Raises UserError when they do not fit."""
+    if federation is None and key is None:
+        return None
+    if federation is None or key is None:
+        raise UserError(
+            "--federation and --key go together", "peer federation new makes federation and key"
+        )
+    from peer.network.federation import Credentials
+    from peer.network.identity import IdentityKey
+
+    credentials = Credentials(IdentityKey.load(key), federation)
+    if credentials.key.peer != credentials.federation.bootstrap.peer:
+        raise UserError(f"{key} is not the key of the bootstrap node that {federation} names")
+    return credentials
 
 
 async def _serve(node: BootstrapNode) -> None:

@@ -49,6 +49,7 @@ from peer.plan import Plan
 
 if TYPE_CHECKING:
     from bootstrap.coordinator import Coordinator
+    from peer.network.federation import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,8 @@ class BootstrapNode:
             another, when none is free.
         exit_when_done: whether `serve` returns once all n peers have finished their last round.
         context: a ZeroMQ context to share.
+        credentials: in a federation with keys, the bootstrap node's.
+        insecure: whether it may listen beyond loopback without credentials.
 
     Entering raises UserError when the address cannot be bound or the state directory not be
     written, StateError when that cannot be had at all, is another process's, or holds what cannot
@@ -104,6 +107,8 @@ class BootstrapNode:
         reclaim_after: float = 60.0,
         exit_when_done: bool = False,
         context: zmq.asyncio.Context | None = None,
+        credentials: Credentials | None = None,
+        insecure: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.plan = plan
@@ -125,7 +130,10 @@ class BootstrapNode:
             traffic=self.traffic,
             context=context,
             data=plan.method in CENTRAL,
+            credentials=credentials,
+            insecure=insecure,
         )
+        self._credentials = credentials
         self._coordinator: Coordinator | None = None
         self._turn = 0
         self._told: Counter[int] = Counter()
@@ -155,7 +163,8 @@ class BootstrapNode:
                 self._coordinator = self._coordinate()
             await entered.enter_async_context(self._transport)
             self._entered = entered.pop_all()
-        self._transport.introduce(sender="", plan=self._digest)
+        own = "" if self._credentials is None else self._credentials.key.peer
+        self._transport.introduce(sender=own, plan=self._digest)
         log.info(
             "federation %s (%s, %d peers) meets at %s",
             self.plan.name,
@@ -213,11 +222,16 @@ class BootstrapNode:
         return finished >= self.plan.n and summed_up
 
     def _sweep(self) -> None:
-        """Stop counting those as present who have not announced themselves for long."""
+        """Stop counting those as present who have not announced themselves for long, or are members
+        no more."""
         oldest = self._clock() - LOST_AFTER
         for index, guest in self.guests.items():
-            if guest.present and guest.seen < oldest:
+            if guest.present and (guest.seen < oldest or self._forgery(guest.update)):
                 self._lose(index)
+
+    def _forgery(self, update: Update) -> str:
+        """Return why a record is not what a member says of itself; empty when it is."""
+        return "" if self._credentials is None else self._credentials.objection(update.record)
 
     def _present(self, index: int) -> str | None:
         """Return the id of the peer that is present by an index."""
@@ -301,6 +315,8 @@ class BootstrapNode:
     def _check_own(self, sender: str, update: Update) -> None:
         if update.record.peer != sender:
             raise RefusedError(Reason.BAD_REQUEST, "the update must be the sender's own")
+        if forgery := self._forgery(update):
+            raise RefusedError(Reason.BAD_REQUEST, forgery)
         if max(update.status.published, update.status.finished) > self.plan.rounds:
             raise RefusedError(Reason.BAD_REQUEST, f"the plan has {self.plan.rounds} rounds")
 

@@ -29,6 +29,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="What this peer would run with.")
 app.add_typer(config_app, name="config")
+federation_app = typer.Typer(no_args_is_help=True, help="Who belongs to a federation.")
+app.add_typer(federation_app, name="federation")
 keys_app = typer.Typer(no_args_is_help=True, help="Who this peer is.")
 app.add_typer(keys_app, name="keys")
 
@@ -93,6 +95,13 @@ def run(
     ] = None,
     advertise: Annotated[
         str | None, typer.Option(help="What others dial; auto finds it.", metavar="HOST[:PORT]")
+    ] = None,
+    federation: Annotated[
+        Path | None,
+        typer.Option(help="Federation file: who is admitted. Connections are then encrypted."),
+    ] = None,
+    insecure: Annotated[
+        bool | None, typer.Option("--insecure", help="Listen beyond loopback without keys.")
     ] = None,
     secret_file: Annotated[
         Path | None,
@@ -234,11 +243,73 @@ def new_keys(context: typer.Context, state: StateOption = None) -> None:
 
 @keys_app.command("show")
 def show_keys(context: typer.Context, state: StateOption = None) -> None:
-    """Print what others may know of this peer's key."""
+    """Print what others may know of this peer's key: its id, the KEY of its addresses
+    (KEY@HOST:PORT), and the card by which a federation lists it."""
+    from peer.network.federation import Card
     from peer.network.identity import KEY_FILE, IdentityKey
 
     key = IdentityKey.load(_state_of(context, state) / KEY_FILE)
-    print(f"id {key.peer}\ncurve {key.curve.public.hex()}")
+    card = Card.of(key)
+    print(f"id {card.peer}\nkey {card.curve}\ncard {card}")
+
+
+FederationFile = Annotated[Path, typer.Argument(help="Federation file.")]
+
+
+@federation_app.command("new")
+def new_federation(
+    file: FederationFile,
+    keys: Annotated[
+        Path | None,
+        typer.Option(help="Folder for root.pem and bootstrap.pem; that of FILE if not given."),
+    ] = None,
+    token: Annotated[
+        bool, typer.Option(help="Admit whoever has the file, or listed members only.")
+    ] = True,
+    if_missing: Annotated[
+        bool, typer.Option("--if-missing", help="Do nothing when FILE exists.")
+    ] = False,
+) -> None:
+    """Make a federation: FILE for all members, and the secret keys of its root and its bootstrap
+    node."""
+    from peer.network.federation import found
+
+    if if_missing and file.exists():
+        return
+    folder = keys or file.parent
+    found(file, folder, token=token)
+    print(f"wrote {file} for all members, {folder / 'bootstrap.pem'} for the bootstrap node alone")
+    print(f"wrote {folder / 'root.pem'}: it signs plans, keep it off the network")
+
+
+@federation_app.command("add")
+def add_member(
+    file: FederationFile,
+    card: Annotated[str, typer.Argument(help="What peer keys show prints at the new member.")],
+    name: Annotated[str, typer.Option(help="A name for people.")] = "",
+) -> None:
+    """List a member, so that it is admitted by its key."""
+    from peer.network.federation import Card, Federation, rewrite
+
+    member = Card.parse(card, name)
+    rewrite(file, Federation.load(file).with_member(member))
+    print(f"listed {member.peer}")
+
+
+@federation_app.command("revoke")
+def revoke_member(
+    file: FederationFile,
+    peer: Annotated[str, typer.Argument(help="Id of the peer to refuse from now on.")],
+    new_token: Annotated[
+        bool, typer.Option("--new-token", help="Refuse all who do not get the new file, too.")
+    ] = False,
+) -> None:
+    """Refuse a peer from now on, at every member that has the new file."""
+    from peer.network.federation import Federation, rewrite
+
+    federation = Federation.load(file).without(peer)
+    rewrite(file, federation.with_new_token() if new_token else federation)
+    print(f"revoked {peer}")
 
 
 def _state_of(context: typer.Context, state: Path | None) -> Path:

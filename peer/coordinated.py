@@ -24,7 +24,7 @@ from peer.errors import ProtocolError, RefusedError, StateError, UnreachableErro
 from peer.exchange import PATIENCE
 from peer.journal import Clock, Journal, OnRound
 from peer.learning.learner import Learner, Scores, Vector
-from peer.network.address import HostPort, parse_address
+from peer.network.address import HostPort, key_of, parse_address, with_key
 from peer.network.messages import (
     Assignment,
     Fetch,
@@ -70,7 +70,8 @@ class _Deed:
 class Coordinated:
     """The rounds of one peer whose sockets, plan and learner are ready.
 
-    `coordinator` is its address, tcp://HOST:PORT; `permutation` is P where the plan permutes.
+    `coordinator` is its address, tcp://HOST:PORT, and `coordinator_peer` its id in a federation
+    with keys: nobody else gets this peer's updates. `permutation` is P where the plan permutes.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Coordinated:
         in_worker: Callable[..., Any],
         on_round: OnRound | None,
         coordinator: str,
+        coordinator_peer: str | None,
         permutation: Permutation | None,
     ) -> None:
         self.plan = plan
@@ -97,7 +99,7 @@ class Coordinated:
         self._transport = transport
         self._in_worker = in_worker
         self._coordinator = coordinator
-        self._host = parse_address(coordinator).host
+        self._coordinator_peer = coordinator_peer
         self._data = ""
         self._p = permutation
         self._c = plan.c if plan.method == "ifca" else 1
@@ -127,6 +129,8 @@ class Coordinated:
             return await self.swarm.handle(request)
         if request.plan != self.plan.digest:
             raise RefusedError(Reason.PLAN_MISMATCH, f"this is {self.plan.digest}")
+        if self._coordinator_peer not in (None, request.sender):
+            raise RefusedError(Reason.BAD_REQUEST, "only the coordinator may fetch")
         deed = self._deed
         if (
             deed is None
@@ -236,7 +240,8 @@ class Coordinated:
         )
         if not isinstance(reply, Assignment):
             raise ProtocolError("not an assignment")
-        self._data = HostPort(self._host, reply.data_port).url
+        data = HostPort(parse_address(self._coordinator).host, reply.data_port)
+        self._data = with_key(data.url, key_of(self._coordinator))
         if reply.task is not None:
             self._check(reply.task)
             if reply.task.work is Work.CLOSE:

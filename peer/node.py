@@ -25,7 +25,7 @@ from peer.errors import PanmeshError, RefusedError, StateError, UserError, first
 from peer.learning.learner import Learner
 from peer.matching.registry import CENTRAL
 from peer.memory import torch_without_tracing
-from peer.network.address import dial_address, facing
+from peer.network.address import dial_address, facing, key_of
 from peer.network.messages import PeerRecord, Reason, Reply, Request
 from peer.network.swarm import Swarm, enrol
 from peer.network.traffic import Fault, Traffic
@@ -41,6 +41,7 @@ from peer.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from peer.network.discovery import Discovery
+    from peer.network.federation import Credentials
     from peer.network.identity import IdentityKey
 
 log = logging.getLogger(__name__)
@@ -98,9 +99,14 @@ class Peer:
         Raises UserError or StateError when a person must act: an address that cannot be bound, a
         plan or model that does not fit, a state directory that cannot be trusted.
         """
-        settings = self._settings
-        with StateDirectory(settings.state) as state:
-            key = None if settings.mqtt is None else state.key()
+        with StateDirectory(self._settings.state) as state:
+            credentials = self._prove(state)
+            settings = self._settings
+            key = None
+            if credentials is not None:
+                key = credentials.key
+            elif settings.mqtt is not None:
+                key = state.key()
             identity = state.identity(None if key is None else key.peer)
             checkpoint = state.newest()
             async with (
@@ -112,8 +118,10 @@ class Peer:
                     ports=identity.ports,
                     context=self._context,
                     shaper=self._shaper,
+                    credentials=credentials,
+                    insecure=settings.insecure,
                 ) as transport,
-                self._discovery(key, identity, transport) as discovery,
+                self._discovery(key, credentials, identity, transport) as discovery,
             ):
                 if self._on_listening is not None:
                     self._on_listening(transport.control)
@@ -151,6 +159,7 @@ class Peer:
                     bootstrap=settings.bootstrap,
                     peers=settings.peer,
                     remembered=state.remembered(),
+                    credentials=credentials,
                     rng=generator(identity.incarnation, Purpose.TOPOLOGY, index=index),
                     reach=None if self._surroundings is None else self._surroundings.reach,
                 )
@@ -166,8 +175,31 @@ class Peer:
                     swarm=swarm,
                     transport=transport,
                     discovery=discovery,
+                    credentials=credentials,
                 )
                 return await self._live(swarm, self._rounds, state, checkpoint)
+
+    def _prove(self, state: StateDirectory) -> Credentials | None:
+        """Return this peer's credentials in its federation, and let the addresses to dial name the
+        keys of those who must be there; None in a federation without keys.
+
+        Raises UserError when key, federation file and addresses do not fit.
+        """
+        settings = self._settings
+        for address in settings.peer:
+            if (key_of(address) is None) is not (settings.federation is None):
+                raise UserError(
+                    f"--peer {address} and --federation go together",
+                    "with a federation file write KEY@HOST:PORT; peer keys show prints the KEY",
+                )
+        if settings.federation is None:
+            return None
+        from peer.network.federation import Credentials
+
+        credentials = Credentials(state.key(), settings.federation)
+        bootstrap = [credentials.federation.at(address) for address in settings.bootstrap]
+        self._settings = settings.model_copy(update={"bootstrap": bootstrap})
+        return credentials
 
     def _make_rounds(
         self,
@@ -179,6 +211,7 @@ class Peer:
         swarm: Swarm,
         transport: Transport,
         discovery: Discovery | None,
+        credentials: Credentials | None,
     ) -> Rounds | Coordinated:
         """Return the rounds of the plan's method. Raises UserError for a secret of no use."""
 
@@ -207,6 +240,7 @@ class Peer:
         return Coordinated(
             **common,
             coordinator=dial_address(self._settings.bootstrap[0]),
+            coordinator_peer=None if credentials is None else credentials.federation.bootstrap.peer,
             permutation=permutation,
         )
 
@@ -260,7 +294,11 @@ class Peer:
         return facing(others[0])
 
     def _discovery(
-        self, key: IdentityKey | None, identity: Identity, transport: Transport
+        self,
+        key: IdentityKey | None,
+        credentials: Credentials | None,
+        identity: Identity,
+        transport: Transport,
     ) -> AbstractAsyncContextManager[Discovery | None]:
         """Return what this peer says and hears at a broker, if it has one. Raises UserError."""
         login = self._settings.broker()
@@ -268,9 +306,17 @@ class Peer:
             return nullcontext()
         from peer.network.discovery import Discovery
 
+        members: dict[str, Any] = {}
+        if credentials is not None:
+            members = {
+                "root": bytes.fromhex(credentials.federation.root),
+                "context": credentials.context,
+                "admits": credentials.is_member,
+            }
         return Discovery(
             login,
             key=key,
+            **members,
             blame=lambda topic, detail: transport.blame(
                 Fault.CONTENT, topic, f"{login.place} {topic}: {detail}"
             ),

@@ -77,6 +77,12 @@ class PeerSettings(BaseSettings):
         default=None,
         description="HOST or HOST:PORT that others dial; auto: the one that faces the bootstrap",
     )
+    federation: Path | None = Field(
+        default=None, description="federation file: who is admitted, by which keys"
+    )
+    insecure: bool = Field(
+        default=False, description="whether to listen beyond loopback without a federation file"
+    )
     secret_file: Path | None = Field(
         default=None, description="file with the federation's secret, for plans that permute"
     )

@@ -1,4 +1,9 @@
-"""Addresses as people write them (HOST:PORT) and as ZeroMQ wants them (tcp://HOST:PORT); IPv4."""
+"""Addresses as people write them (HOST:PORT) and as ZeroMQ wants them (tcp://HOST:PORT); IPv4.
+
+With keys an address says who must be there: tcp://KEY@HOST:PORT, where KEY is the CURVE public key
+of who listens, as 64 hexadecimal digits. A connection to it is made with the holder of that key, or
+not at all.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ from peer.errors import UserError
 BOOTSTRAP_PORT = 7700
 """Default port of a bootstrap node."""
 
+_KEYED = re.compile(r"(?:tcp://)?(?:([0-9a-f]{64})@)?(.*)")
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
 
@@ -30,11 +36,14 @@ class HostPort(NamedTuple):
 def parse_address(
     text: str, *, default_port: int | None = None, listening: bool = False
 ) -> HostPort:
-    """Parse "HOST:PORT", "tcp://HOST:PORT", or "HOST" where there is a default port.
+    """Parse "HOST:PORT", "tcp://HOST:PORT", or "HOST" where there is a default port; a key before
+    the host, which is for dialling only, is left out.
 
     Port 0 (any free one) is for listening only, as is the host 0.0.0.0. Raises UserError.
     """
-    host, colon, digits = text.strip().removeprefix("tcp://").rpartition(":")
+    found = _KEYED.fullmatch(text.strip())
+    bare = found[2] if found and not (listening and found[1]) else ""
+    host, colon, digits = bare.rpartition(":")
     if not colon:
         host, digits = digits, "" if default_port is None else str(default_port)
     if not _HOST.fullmatch(host) or not re.fullmatch("[0-9]{1,5}", digits):
@@ -50,11 +59,23 @@ def parse_address(
 
 
 def dial_address(text: str) -> str:
-    """Return tcp://HOST:PORT for an address to dial; the default port is a bootstrap node's.
+    """Return tcp://HOST:PORT for an address to dial, with its key if it has one; the default port
+    is a bootstrap node's.
 
     Raises UserError.
     """
-    return parse_address(text, default_port=BOOTSTRAP_PORT).url
+    return with_key(parse_address(text, default_port=BOOTSTRAP_PORT).url, key_of(text))
+
+
+def key_of(address: str) -> bytes | None:
+    """Return the 32-byte CURVE key that an address (any form people write) names, None without."""
+    found = _KEYED.fullmatch(address.strip())
+    return bytes.fromhex(found[1]) if found and found[1] else None
+
+
+def with_key(url: str, key: bytes | None) -> str:
+    """Return tcp://KEY@HOST:PORT for tcp://HOST:PORT; the same without a key."""
+    return url if key is None else f"tcp://{key.hex()}@{url.removeprefix('tcp://')}"
 
 
 async def deserted(address: str, seconds: float) -> bool:

@@ -49,8 +49,8 @@ _MAX_KEY_FILE: Final = 4096
 class Purpose(StrEnum):
     """What a signature is for; it holds for nothing else."""
 
-    CURVE_KEY = "curve-key"
-    """The signer's CURVE key is this."""
+    CONNECTION = "connection"
+    """The signer is who connects to the holder of this CURVE key."""
     RECORD = "record"
     """What the signer says of itself to other peers."""
     PRESENCE = "presence"
@@ -127,6 +127,13 @@ class CurveKeys:
     public: bytes
     secret: bytes
 
+    @classmethod
+    def derive(cls, secret: bytes, use: str) -> Self:
+        """Return the keys that follow from a secret, others for every use of it (HKDF)."""
+        hkdf = HKDF(SHA256(), _KEY_BYTES, salt=None, info=_DOMAIN + use.encode())
+        key = X25519PrivateKey.from_private_bytes(hkdf.derive(secret))
+        return cls(key.public_key().public_bytes_raw(), key.private_bytes_raw())
+
     def __repr__(self) -> str:
         return f"CurveKeys({self.public.hex()})"
 
@@ -144,11 +151,7 @@ class IdentityKey:
         self._secret = secret
         self.public = secret.public_key().public_bytes_raw()
         self.peer = peer_id(self.public)
-        hkdf = HKDF(SHA256(), _KEY_BYTES, salt=None, info=_DOMAIN + b"CURVE key")
-        curve = X25519PrivateKey.from_private_bytes(hkdf.derive(secret.private_bytes_raw()))
-        self.curve = CurveKeys(
-            public=curve.public_key().public_bytes_raw(), secret=curve.private_bytes_raw()
-        )
+        self.curve = CurveKeys.derive(secret.private_bytes_raw(), "CURVE key")
 
     def __repr__(self) -> str:
         return f"IdentityKey({self.peer})"

@@ -12,9 +12,10 @@ and reports `ping_ok` or `ping_failed`; the latter returns the helpers to ask, w
 reported to `helpers_failed`. Nothing here waits, reads a clock or draws from any other generator
 than the one given.
 
-Records are not signed, so rumours may lie. What they say of one that is present is therefore never
-more than a reason to ask it, at the address where it was believed to be, and what it answers there
-(`confirm`) counts for more than any rumour: nobody is moved, buried or sent away by others' words.
+Rumours may lie: records are signed only in federations with keys, and beliefs never are. What they
+say of one that is present is therefore never more than a reason to ask it, at the address where it
+was believed to be, and what it answers there (`confirm`) counts for more than any rumour: nobody is
+moved, buried or sent away by others' words.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from peer.plan import NetworkPlan
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from peer.network.federation import Credentials
 
 HELPERS = 3
 """Others that are asked to ping who did not answer."""
@@ -61,6 +64,7 @@ class Change(StrEnum):
     RETURNED = "returned"
     MOVED = "moved"
     RESTARTED = "restarted"
+    EXPELLED = "expelled"
 
 
 class Event(NamedTuple):
@@ -93,7 +97,8 @@ class Membership:
     At most one peer holds an index: while the holder is alive or suspect, another that claims its
     index is ignored; a dead or departed holder is replaced. Records of another model are ignored,
     and so is whoever claims more than the plan's `rounds`, or is none of those that this peer can
-    `reach`, where an experiment says which.
+    `reach`, where an experiment says which. With `credentials` this peer's record is signed,
+    and one that is not what a member says of itself is ignored.
     """
 
     def __init__(
@@ -106,8 +111,10 @@ class Membership:
         rng: np.random.Generator,
         now: float,
         reach: frozenset[int] | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
-        self.own = Update(record=own, state=State.ALIVE, status=Status())
+        self._credentials = credentials
+        self.own = Update(record=self._signed(own), state=State.ALIVE, status=Status())
         self.version = 0
         """Grows with every change of what is believed of anyone."""
         self._settings = settings
@@ -209,6 +216,8 @@ class Membership:
         be, untrue, for a log.
         """
         record = update.record
+        if forgery := self._forgery(record):
+            return [forgery]
         index = self._index.get(record.peer)
         member = None if index is None else self._members[index]
         if member is None or member.update.record.control != address:
@@ -233,6 +242,8 @@ class Membership:
     def _lie(self, update: Update) -> str:
         """Return what about an update cannot be true; empty when it can."""
         record = update.record
+        if forgery := self._forgery(record):
+            return forgery
         if max(update.status.published, update.status.finished) > self._rounds:
             return f"peer {record.index} is said to be beyond round {self._rounds}"
         if record.peer == self.own.record.peer:
@@ -248,6 +259,19 @@ class Membership:
         if record.incarnation > highest:
             return f"peer {record.index} is said to be of incarnation {record.incarnation}"
         return ""
+
+    def _forgery(self, record: PeerRecord) -> str:
+        """Return why a record cannot be what a member says of itself; empty when it can."""
+        objection = "" if self._credentials is None else self._credentials.objection(record)
+        return objection and f"record of peer {record.index}: {objection}"
+
+    def expel(self) -> None:
+        """Forget those who are members of the federation no more."""
+        for index, member in list(self._members.items()):
+            if self._forgery(member.update.record):
+                del self._members[index], self._index[member.update.record.peer]
+                self.version += 1
+                self._events.append(Event(Change.EXPELLED, member.update.record))
 
     def note_status(self, index: int, status: Status) -> None:
         """Take in how far a peer itself says it is."""
@@ -370,8 +394,11 @@ class Membership:
         self.own = self.own.model_copy(update={"state": State.LEFT})
 
     def _set_own(self, **fields: int) -> None:
-        record = self.own.record.model_copy(update=fields)
+        record = self._signed(self.own.record.model_copy(update=fields))
         self.own = self.own.model_copy(update={"record": record})
+
+    def _signed(self, record: PeerRecord) -> PeerRecord:
+        return record if self._credentials is None else self._credentials.sign(record)
 
     # What is passed on.
 
@@ -544,7 +571,7 @@ class Membership:
 
 
 def _same_but_newer(old: PeerRecord, new: PeerRecord) -> bool:
-    return old == new.model_copy(update={"incarnation": old.incarnation})
+    return old == new.model_copy(update={"incarnation": old.incarnation, "proof": old.proof})
 
 
 def _addresses(update: Update) -> tuple[str, str]:

@@ -38,7 +38,7 @@ CHUNK = 1024 * 1024
 
 PeerId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
-Address = Annotated[str, Field(pattern=r"^tcp://[A-Za-z0-9._-]{1,253}:[0-9]{1,5}$")]
+Address = Annotated[str, Field(pattern=r"^tcp://([0-9a-f]{64}@)?[A-Za-z0-9._-]{1,253}:[0-9]{1,5}$")]
 Index = Annotated[int, Field(ge=0, lt=MAX_PEERS)]
 Round = Annotated[int, Field(ge=0, le=10**9)]
 
@@ -69,7 +69,8 @@ class PeerRecord(_Part):
     """Who a peer is and where it listens; a higher incarnation replaces a lower one.
 
     `model` is the digest of its model's layout and w_0; `first_round` the round from which it takes
-    part (1 for those present at the start).
+    part (1 for those present at the start). `proof` is the peer's public key and its signature of
+    all else, in a federation with keys; "" otherwise.
     """
 
     peer: PeerId
@@ -79,6 +80,7 @@ class PeerRecord(_Part):
     incarnation: Annotated[int, Field(ge=0, lt=2**53)]
     first_round: Round
     model: Digest
+    proof: Annotated[str, Field(pattern=r"^([0-9a-f]{192})?$")] = ""
 
 
 class State(StrEnum):
@@ -370,8 +372,9 @@ def fitting(updates: Iterable[Update]) -> tuple[Update, ...]:
     chosen: list[Update] = []
     room = MAX_HEADER - 1024
     for update in updates:
-        # All but the addresses is at most 330 bytes long.
-        room -= 330 + len(update.record.control) + len(update.record.data)
+        # All else is at most 340 bytes long.
+        record = update.record
+        room -= 340 + len(record.control) + len(record.data) + len(record.proof)
         if room < 0 or len(chosen) == MAX_UPDATES:
             break
         chosen.append(update)

@@ -47,6 +47,8 @@ from peer.plan import NetworkPlan
 if TYPE_CHECKING:
     import numpy as np
 
+    from peer.network.federation import Credentials
+
 log = logging.getLogger(__name__)
 
 GOSSIP = 10
@@ -76,6 +78,8 @@ _LEVELS = {
     Change.SUSPECTED: logging.DEBUG,
     Change.REFUTED: logging.DEBUG,
 }
+_BREAKS = (Change.DEAD, Change.LEFT, Change.MOVED, Change.RESTARTED, Change.EXPELLED)
+"""Changes after which nothing comes any more by the connections there are."""
 _MISFITS = {
     Reason.PLAN_MISMATCH: "follows another plan",
     Reason.MODEL_MISMATCH: "has another model, or the same with other initial weights",
@@ -93,6 +97,7 @@ class Swarm:
         own: this peer's record.
         n: number of peers of the plan. rounds: of the plan. settings: its numbers for the network.
         bootstrap, peers: addresses as people write them. remembered: records of an earlier run.
+        credentials: in a federation with keys, the same as the transport's.
         rng: of probe order, helpers, jitter. reach: see Membership. clock: monotonic seconds.
 
     Raises UserError when an address cannot be dialled.
@@ -110,6 +115,7 @@ class Swarm:
         bootstrap: Sequence[str] = (),
         peers: Sequence[str] = (),
         remembered: Sequence[PeerRecord] = (),
+        credentials: Credentials | None = None,
         rng: np.random.Generator,
         reach: frozenset[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -124,9 +130,17 @@ class Swarm:
         self._rng = rng
         self._clock = clock
         self._membership = Membership(
-            own, settings=settings, n=n, rounds=rounds, rng=rng, now=clock(), reach=reach
+            own,
+            settings=settings,
+            n=n,
+            rounds=rounds,
+            rng=rng,
+            now=clock(),
+            credentials=credentials,
+            reach=reach,
         )
         self._scores = Scores(settings.ban_score)
+        self._credentials = credentials
         self._joined = False
         self._clash_since: float | None = None
         self._seen = self._membership.version
@@ -307,7 +321,11 @@ class Swarm:
     # The failure detector.
 
     async def _detect(self, tasks: asyncio.TaskGroup) -> None:
+        checked = 0
         while True:
+            if self._credentials is not None and self._credentials.version != checked:
+                checked = self._credentials.version
+                self._membership.expel()
             for target in self._membership.tick(self._clock()):
                 tasks.create_task(self._probe(target), name=f"probe-{target.index}")
             self._notify()
@@ -484,7 +502,7 @@ class Swarm:
             level = _LEVELS.get(change, logging.INFO)
             log.log(level, "peer %d %s", record.index, change)
             # Whoever waits for an answer from there waits in vain.
-            if change in (Change.DEAD, Change.LEFT, Change.MOVED, Change.RESTARTED):
+            if change in _BREAKS:
                 self._transport.forget(record.control)
                 self._transport.forget(record.data)
         if self._membership.version != self._seen:

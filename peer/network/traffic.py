@@ -36,6 +36,12 @@ class Fault(StrEnum):
     """A request refused because its sender asked for more than one sender may."""
     LEFT_OUT = "left-out"
     """A peer left out of exchanges for a while, because of its offences."""
+    UNLISTED = "unlisted"
+    """A connection, or a message of one that was admitted before, of who is no member."""
+    HANDSHAKE = "handshake"
+    """A handshake that failed otherwise: without encryption, or meant for another."""
+    FORGED = "forged"
+    """A request in the name of another."""
     OVERDUE = "overdue"
     """A living peer that did not deliver in a whole `round_timeout`."""
 

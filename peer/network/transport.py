@@ -14,6 +14,9 @@ Known traps, and what is done about them:
 - A connection to a host that vanished looks open for minutes: after a request during which nothing
   was heard, the next one to that address makes a new connection.
 - libzmq resolves names in its only I/O thread: names are resolved before they reach it.
+- CURVE without ZAP admits any key, and a context has one ZAP handler: a transport with credentials
+  has a context and a `Gate` of its own.
+- A refused CURVE client never tries again: the next request makes a new connection, as above.
 - MAXMSGSIZE bounds a frame, not a message of endless frames, which libzmq gathers before anyone can
   look at it: what bounds that is who may connect, and the memory limit of the process. Of one that
   has arrived only as many frames as are allowed become objects.
@@ -33,13 +36,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import zmq
 import zmq.asyncio
 
 from peer.errors import ProtocolError, RefusedError, UnreachableError, UserError, VersionError
-from peer.network.address import HostPort, parse_address
+from peer.network.address import HostPort, key_of, parse_address, with_key
+from peer.network.gate import METADATA, Gate, complaint, observe, present
 from peer.network.limits import Allowance, Limiter
 from peer.network.messages import (
     CHUNK,
@@ -55,6 +59,9 @@ from peer.network.messages import (
 )
 from peer.network.shaping import Shaper
 from peer.network.traffic import Fault, Traffic
+
+if TYPE_CHECKING:
+    from peer.network.federation import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +119,7 @@ class _Link:
     address: str
     socket: zmq.asyncio.Socket
     used: float
+    monitor: zmq.asyncio.Socket | None = None
     heard: float = -math.inf
     pending: dict[int, _Pending] = field(default_factory=dict)
 
@@ -137,12 +145,17 @@ class Transport:
         handler: answers requests; each call runs in its own task.
         ports: to take where `listen` leaves the choice, as far as they are free: those of before.
         traffic: where messages and faults are counted.
-        context: a ZeroMQ context to share with other transports of this process.
+        context: a ZeroMQ context to share with other transports of this process; with credentials
+            it is not used.
+        credentials: who this peer is and whom it admits; connections are then encrypted, and
+            addresses name the key of who must be there.
+        insecure: whether a transport without credentials may listen beyond loopback.
         data: whether to bind a data socket; without one `data` equals `control`.
         shaper: a network that an experiment puts between this peer and the others.
 
     Attributes:
-        control, data: the advertised addresses, tcp://HOST:PORT, once entered.
+        control, data: the advertised addresses, tcp://HOST:PORT or tcp://KEY@HOST:PORT, once
+            entered.
         ports: those that are bound, once entered.
 
     Entering raises UserError when an address cannot be bound.
@@ -163,6 +176,8 @@ class Transport:
         context: zmq.asyncio.Context | None = None,
         data: bool = True,
         shaper: Shaper | None = None,
+        credentials: Credentials | None = None,
+        insecure: bool = False,
     ) -> None:
         self._listen = parse_address(listen, listening=True)
         self._advertise = (
@@ -171,10 +186,15 @@ class Transport:
         self._wanted = ports
         self._handler = handler
         self.traffic = traffic
-        self._shared_context = context
+        self._shared_context = None if credentials is not None else context
         self._with_data = data
         self._shaper = shaper
-        self._sender = self._plan = ""
+        self._credentials = credentials
+        self._insecure = insecure
+        self._gate: Gate | None = None
+        self._monitors: list[zmq.asyncio.Socket] = []
+        self._sender = "" if credentials is None else credentials.key.peer
+        self._plan = ""
         self._ids = itertools.cycle(range(2**32))
         self._links: OrderedDict[str, _Link] = OrderedDict()
         self._retired: set[_Link] = set()
@@ -199,6 +219,9 @@ class Transport:
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._resolver = ThreadPoolExecutor(2, thread_name_prefix="resolve")
         try:
+            if self._credentials is not None:
+                self._gate = Gate(self._context, self._credentials, self.blame)
+                self._open.add(self._gate.socket)
             routers = await self._bind()
         except BaseException:
             self._close_sockets()
@@ -207,6 +230,11 @@ class Transport:
         for name, router in zip(("control", "data"), routers, strict=False):
             self._spawn(self._serve(router), f"serve-{name}")
         self._spawn(self._close_idle(), "close-idle-links")
+        if self._gate is not None:
+            self._spawn(self._gate.serve(), "gate")
+            self._spawn(self._gate.refresh(), "refresh-federation")
+            for monitor in self._monitors:
+                self._spawn(self._gate.watch(monitor), "watch-handshakes")
         return self
 
     async def __aexit__(
@@ -266,9 +294,13 @@ class Transport:
                 if self._shaper and not await self._shaper.arrive(address, payload):
                     raise TimeoutError
         except TimeoutError:
+            why = ""
             if link is not None and link.heard < started:
+                why = self._complaint(link)
                 self._retire(link)
-            raise UnreachableError(f"no answer from {address} within {timeout:.3g} s") from None
+            raise UnreachableError(
+                f"no answer from {address} within {timeout:.3g} s{why}"
+            ) from None
         finally:
             if link is not None:
                 link.pending.pop(number, None)
@@ -297,6 +329,11 @@ class Transport:
     async def _bind(self) -> list[zmq.asyncio.Socket]:
         """Bind the ROUTERs and set the advertised addresses."""
         host = await self._resolve(self._listen.host, "listen on")
+        if self._credentials is None and not (self._insecure or IPv4Address(host).is_loopback):
+            raise UserError(
+                f"without keys anybody who reaches {self._listen.host} could join and read along",
+                "give --federation FILE (peer federation new makes one), or say --insecure",
+            )
         port = self._listen.port
         count = 2 if self._with_data else 1
         wanted = [port + offset for offset in range(count)] if port else list(self._wanted)
@@ -315,7 +352,8 @@ class Transport:
         else:
             first = self._advertise
             shown = [HostPort(first.host, first.port + offset) for offset in range(len(bound))]
-        self.control, self.data = shown[0].url, shown[-1].url
+        key = None if self._credentials is None else self._credentials.key.curve.public
+        self.control, self.data = (with_key(place.url, key) for place in (shown[0], shown[-1]))
         return routers
 
     def _router(self, *, models: bool) -> zmq.asyncio.Socket:
@@ -325,6 +363,10 @@ class Transport:
         # Replies that are under way when the transport closes get a moment to leave.
         router.set(zmq.LINGER, 200)
         router.set(zmq.SNDHWM, 4 if models else 64)
+        if self._gate is not None:
+            monitor = self._gate.guard(router)
+            self._open.add(monitor)
+            self._monitors.append(monitor)
         return router
 
     def _take(
@@ -356,10 +398,19 @@ class Transport:
         self, router: zmq.asyncio.Socket, routing_id: bytes, parts: list[zmq.Frame]
     ) -> None:
         """Decode one request and start a task that answers it."""
+        host, sender = _host(parts), None
+        if self._credentials is not None:
+            user, introduction = _property(parts, "User-Id"), _property(parts, METADATA)
+            try:
+                sender = self._credentials.sender(user, introduction)
+            except ProtocolError as error:
+                self.blame(Fault.UNLISTED, host, f"{host}: {error}")
+                return
+            host = f"{sender} at {host}"
         if len(parts) != 1:
-            self.blame(Fault.FRAMES, _host(parts), f"{_host(parts)}: not one frame")
+            self.blame(Fault.FRAMES, host, f"{host}: not one frame")
             return
-        host, header = _host(parts), parts[0].buffer
+        header = parts[0].buffer
         try:
             request = decode(header)
         except VersionError as error:
@@ -374,15 +425,23 @@ class Transport:
         if not isinstance(request, Request):
             self.blame(Fault.NOT_A_REQUEST, host, f"{host}: {request.kind} is not a request")
             return
+        if sender is not None and request.sender != sender:
+            self.blame(Fault.FORGED, host, f"{host}: says that it is {request.sender or 'nobody'}")
+            return
         self.traffic.received(request.kind, len(header), 0)
-        if (why := self._overload(routing_id, host)) is not None:
+        asker = self._asker(routing_id, request)
+        if (why := self._overload(asker, host)) is not None:
             refused = Refused(reason=Reason.BUSY, detail=why)
             answer = self._reply(router, routing_id, request.id, refused, patience=0)
         else:
             self._answering += 1
-            self._waiting[routing_id] += 1
+            self._waiting[asker] += 1
             answer = self._answer(router, routing_id, request, host)
         self._spawn(answer, f"answer-{request.kind}-{request.sender[:8]}")
+
+    def _asker(self, routing_id: bytes, request: Request) -> bytes:
+        """Return by what a sender is known: its id where that is proved, else its connection."""
+        return routing_id if self._credentials is None else request.sender.encode()
 
     def _overload(self, sender: bytes, host: str) -> str | None:
         """Return why a request cannot be answered now; None when it can."""
@@ -398,11 +457,12 @@ class Transport:
     async def _answer(
         self, router: zmq.asyncio.Socket, routing_id: bytes, request: Request, host: str
     ) -> None:
+        asker = self._asker(routing_id, request)
         try:
             try:
                 reply, chunks = await self._handler(request)
                 now = asyncio.get_running_loop().time()
-                self._limiter.spend(routing_id, sum(map(len, chunks)), now)
+                self._limiter.spend(asker, sum(map(len, chunks)), now)
                 await self._respond(router, routing_id, request, reply, chunks)
             except RefusedError as refusal:
                 refused = _refused(refusal)
@@ -420,9 +480,9 @@ class Transport:
                 await self._respond(router, routing_id, request, mistake)
         finally:
             self._answering -= 1
-            self._waiting[routing_id] -= 1
-            if not self._waiting[routing_id]:
-                del self._waiting[routing_id]
+            self._waiting[asker] -= 1
+            if not self._waiting[asker]:
+                del self._waiting[asker]
 
     async def _respond(
         self,
@@ -466,6 +526,9 @@ class Transport:
         """Return the connection to `address`, made now if need be."""
         loop = asyncio.get_running_loop()
         if address not in self._links:
+            key = key_of(address)
+            if (key is None) is not (self._credentials is None):
+                raise UnreachableError(f"{address} {'has no key' if key is None else 'has a key'}")
             try:
                 target = parse_address(address)
                 host = await self._resolve(target.host, "dial")
@@ -483,8 +546,12 @@ class Transport:
                 dealer.set(zmq.MAXMSGSIZE, CHUNK + _FRAME_MARGIN)
                 dealer.set(zmq.LINGER, 0)
                 dealer.set(zmq.SNDHWM, 64)
-                dealer.connect(HostPort(host, target.port).url)
                 link = _Link(address, dealer, used=loop.time())
+                if self._credentials is not None and key is not None:
+                    present(self._credentials, dealer, key)
+                    link.monitor = observe(dealer)
+                    self._open.add(link.monitor)
+                dealer.connect(HostPort(host, target.port).url)
                 self._links[address] = link
                 self._spawn(self._collect(link), f"collect-{address}")
         self._links.move_to_end(address)
@@ -538,6 +605,16 @@ class Transport:
         else:
             self._retired.discard(link)
             self._close(link.socket)
+            if link.monitor is not None:
+                self._close(link.monitor)
+
+    def _complaint(self, link: _Link) -> str:
+        """Return why nothing was heard on a connection, as far as its handshake tells."""
+        why = complaint(link.monitor) if link.monitor is not None else ""
+        if not why:
+            return ""
+        self.blame(Fault.HANDSHAKE, (link.address, why), f"{link.address}: {why}")
+        return f": {why}"
 
     async def _close_idle(self) -> None:
         while True:
@@ -630,10 +707,15 @@ def _most_chunks(payload: int) -> int:
 
 def _host(frames: Sequence[zmq.Frame]) -> str:
     """Return the IP address that a message came from, as far as libzmq says it."""
+    return _property(frames, "Peer-Address") or "somebody"
+
+
+def _property(frames: Sequence[zmq.Frame], name: str) -> str:
+    """Return what the handshake of a message's connection said by a name, empty without."""
     try:
-        return str(frames[0].get("Peer-Address"))
+        return str(frames[0].get(name))
     except (IndexError, zmq.ZMQError):
-        return "somebody"
+        return ""
 
 
 async def _send(

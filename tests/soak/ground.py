@@ -61,6 +61,8 @@ class Ground:
             sides[0],
             ["-m", "bootstrap", "--plan", str(directory / "plan.toml")],
             ["--listen", self._bootstrap_address, "--state", str(directory / "bootstrap")],
+            # The far side of a partition is another network namespace.
+            ["--insecure"],
         )
         self.peers = [self._peer(number) for number in range(n)]
 

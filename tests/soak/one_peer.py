@@ -42,7 +42,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("bootstrap", "state", "index", "listen"):
         parser.add_argument(f"--{name}")
-    settings = PeerSettings.gather(config=None, log="json", **vars(parser.parse_args()))
+    settings = PeerSettings.gather(
+        config=None, log="json", insecure=True, **vars(parser.parse_args())
+    )
     configure_logging(settings.log)
     signal.signal(signal.SIGUSR1, lambda *_: time.sleep(BLOCKED))
     end_on_signal(host(settings, make_learner=Paced))
