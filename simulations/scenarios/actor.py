@@ -208,6 +208,7 @@ def main() -> None:
         index=given.index,
         state=given.state,
         listen=given.listen,
+        insecure=True,
     )
     aspects = frozenset(Aspect(name) for name in given.emulate.split(",") if name)
     end_on_signal(act(load(given.scenario), settings, aspects))

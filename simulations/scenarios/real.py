@@ -75,6 +75,8 @@ class RealFederation(Federation):
             module="simulations.scenarios.actor",
             peer_flags=flags,
             one_peer_flags={i: ["--index", str(i)] for i in range(scenario.plan.n)},
+            # The namespaces are reached by nobody but those in them.
+            bootstrap_flags=[] if namespaces is None else ["--insecure"],
             host="127.0.0.1" if namespaces is None else namespaces.host,
         )
         self._namespaces = namespaces
