@@ -270,6 +270,15 @@ async def test_dead_address_is_unreachable_in_time(unused_port: int) -> None:
             await client.request("tcp://127.0.0.1:99999", PING, timeout=5)
 
 
+async def test_request_given_up_at_once_harms_no_other(unused_port: int) -> None:
+    """As after a standstill of the process: its time is over before its connection is used."""
+    async with pair() as (server, client):
+        with pytest.raises(UnreachableError):
+            await client.request(f"tcp://127.0.0.1:{unused_port}", PING, timeout=0.0)
+        reply, _ = await client.request(server.control, PING, timeout=5)
+        assert isinstance(reply, Pong)
+
+
 async def test_host_names_are_resolved() -> None:
     async with opened(listen="localhost:0") as server, opened() as client:
         assert server.control.startswith("tcp://localhost:")
