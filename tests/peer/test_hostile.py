@@ -34,7 +34,7 @@ from evil import (
     memory_of,
     ready,
 )
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from peer.network.messages import (
@@ -514,7 +514,10 @@ def test_any_sequence_of_messages_is_survived(siege: Siege, examples: int) -> No
         )
     ]
 
-    @settings(max_examples=examples, deadline=None, database=None)
+    # On a busy machine everything is slow.
+    unhurried = [HealthCheck.too_slow]
+
+    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=unhurried)
     @given(st.lists(st.tuples(st.booleans(), mutations(valid)), min_size=1, max_size=6))
     def survives(sequence: list[tuple[bool, list[bytes]]]) -> None:
         for to_data, message in sequence:
