@@ -13,6 +13,7 @@ import typer
 
 from peer.command import end_on_signal, run_command
 from peer.display import PeerView, RoundLog, configure_logging
+from peer.errors import UserError
 from peer.learning.local_import import import_module
 from peer.memory import return_freed_memory
 from peer.plan import Plan
@@ -217,6 +218,35 @@ def predict(
     else:
         out.write_text(text, encoding="utf-8")
         print(f"wrote {len(lines)} predictions to {out}")
+
+
+@app.command()
+def watch(
+    context: typer.Context,
+    *,
+    mqtt: BrokerOption = None,
+    mqtt_ca: BrokerCa = None,
+    mqtt_password_file: BrokerPassword = None,
+    plan: Annotated[Path | None, typer.Option(help="The plan that the federation runs.")] = None,
+) -> None:
+    """Follow a federation that meets at a broker, live, until its peers have finished."""
+    from peer.watch import watch as follow
+
+    config, flags = context.obj
+    named = {
+        "mqtt": mqtt,
+        "mqtt_ca": mqtt_ca,
+        "mqtt_password_file": mqtt_password_file,
+        "plan": plan,
+    }
+    given = {name: value for name, value in named.items() if value is not None}
+    settings = PeerSettings.gather(config=config, **(flags | given))
+    login = settings.broker()
+    if login is None:
+        raise UserError("no broker to watch", "give --mqtt mqtts://USER@HOST:8883/FEDERATION")
+    configure_logging(settings.log)
+    known = None if settings.plan is None else Plan.load(settings.plan)
+    end_on_signal(follow(login, plan=known))
 
 
 @config_app.command("show")

@@ -289,8 +289,10 @@ class Peer:
         if self._settings.advertise != "auto":
             return self._settings.advertise
         others = [*self._settings.bootstrap, *self._settings.peer]
+        if (login := self._settings.broker()) is not None:
+            others.append(f"{login.host}:{login.port}")
         if not others:
-            raise UserError("--advertise auto needs a --bootstrap or --peer to face")
+            raise UserError("--advertise auto needs a --bootstrap, --peer or --mqtt to face")
         return facing(others[0])
 
     def _discovery(

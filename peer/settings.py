@@ -184,7 +184,8 @@ class PeerSettings(BaseSettings):
                 "give --bootstrap HOST:PORT, or --mqtt mqtts://HOST, or --plan FILE --index I "
                 "--peer HOST:PORT",
             )
-        self.broker()
+        if (broker := self.broker()) is not None:
+            broker.tls_context()
         if self.plan is not None and self.bootstrap:
             raise UserError(
                 "--plan and --bootstrap exclude each other", "the bootstrap node has a plan"

@@ -193,7 +193,7 @@ class Discovery:
         self._topics = Topics(login.federation)
         self._broker = Broker(
             login,
-            client=f"panmesh-{key.peer}",
+            client=key.peer,
             will=self._topics.of("peers", key.peer),
             on_message=self._hear,
             rng=rng,

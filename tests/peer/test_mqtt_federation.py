@@ -38,6 +38,7 @@ from peer.plan import Plan
 from peer.rounds import Result
 from peer.rundir import MetricRow, read_json
 from peer.settings import PeerSettings
+from peer.watch import watch
 
 pytestmark = needs_mosquitto
 
@@ -321,7 +322,7 @@ async def overwrite(town: Village, topic: str) -> None:
 
 
 async def test_peers_meet_and_agree_whatever_strangers_publish(
-    server: Mosquitto, tmp_path: Path
+    server: Mosquitto, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with village(server, tmp_path) as town:
         messages = hostile()
@@ -347,6 +348,8 @@ async def test_peers_meet_and_agree_whatever_strangers_publish(
         await town.until(lambda: not town.held("peers") and not town.held("claims"))
         rows = [open_metrics(said, who, PLAN, b"") for who, said in town.held("metrics").items()]
         assert sorted((row.index, row.t) for row in rows) == [(i, PLAN.rounds) for i in range(4)]
+        await watch(server.login, plan=PLAN)
+        assert "4 of 4 peers finished" in capsys.readouterr().out
         for name in "ab":
             faults = read_json(tmp_path / name / "traffic.json")["faults"]
             assert faults["content"] >= count, faults
