@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,9 @@ from peer.plan import Plan
 from peer.plan_check import check_plan
 from peer.rundir import MetricRow
 from peer.settings import PeerSettings, replica_states
+
+if TYPE_CHECKING:
+    from peer.network.mqtt import Login
 
 logger = logging.getLogger(__name__)
 
@@ -228,25 +231,59 @@ def watch(
     mqtt_ca: BrokerCa = None,
     mqtt_password_file: BrokerPassword = None,
     plan: Annotated[Path | None, typer.Option(help="The plan that the federation runs.")] = None,
+    federation: Annotated[
+        Path | None, typer.Option(help="Federation file, whose root has signed the plan.")
+    ] = None,
 ) -> None:
     """Follow a federation that meets at a broker, live, until its peers have finished."""
+    from peer.network.federation import Federation
     from peer.watch import watch as follow
 
-    config, flags = context.obj
-    named = {
-        "mqtt": mqtt,
-        "mqtt_ca": mqtt_ca,
-        "mqtt_password_file": mqtt_password_file,
-        "plan": plan,
-    }
-    given = {name: value for name, value in named.items() if value is not None}
-    settings = PeerSettings.gather(config=config, **(flags | given))
-    login = settings.broker()
-    if login is None:
-        raise UserError("no broker to watch", "give --mqtt mqtts://USER@HOST:8883/FEDERATION")
+    settings, login = _broker_of(
+        context,
+        mqtt=mqtt,
+        mqtt_ca=mqtt_ca,
+        mqtt_password_file=mqtt_password_file,
+        plan=plan,
+        federation=federation,
+    )
     configure_logging(settings.log)
     known = None if settings.plan is None else Plan.load(settings.plan)
-    end_on_signal(follow(login, plan=known))
+    members = None if settings.federation is None else Federation.load(settings.federation)
+    end_on_signal(follow(login, plan=known, federation=members))
+
+
+@federation_app.command("publish")
+def publish_plan(
+    context: typer.Context,
+    plan: Annotated[Path, typer.Argument(help="The plan that the federation runs.")],
+    root: Annotated[Path, typer.Option(help="The secret key of the federation's root, root.pem.")],
+    *,
+    mqtt: BrokerOption = None,
+    mqtt_ca: BrokerCa = None,
+    mqtt_password_file: BrokerPassword = None,
+) -> None:
+    """Sign a plan and leave it at a broker, where the federation's peers find it."""
+    from peer.network.identity import IdentityKey
+    from peer.watch import publish
+
+    key = IdentityKey.load(root)
+    _, login = _broker_of(
+        context, mqtt=mqtt, mqtt_ca=mqtt_ca, mqtt_password_file=mqtt_password_file
+    )
+    end_on_signal(publish(login, Plan.load(plan), key))
+    print(f"the federation {login.federation} at {login.place} runs {plan}")
+
+
+def _broker_of(context: typer.Context, **flags: object) -> tuple[PeerSettings, Login]:
+    """Return the settings of a command that needs a broker, and the broker. Raises UserError."""
+    config, general = context.obj
+    given = {name: value for name, value in flags.items() if value is not None}
+    settings = PeerSettings.gather(config=config, **(general | given))
+    login = settings.broker()
+    if login is None:
+        raise UserError("no broker is named", "give --mqtt mqtts://USER@HOST:8883/FEDERATION")
+    return settings, login
 
 
 @config_app.command("show")

@@ -312,7 +312,7 @@ class Peer:
         if credentials is not None:
             members = {
                 "root": bytes.fromhex(credentials.federation.root),
-                "context": credentials.context,
+                "context": credentials.federation.context,
                 "admits": credentials.is_member,
             }
         return Discovery(

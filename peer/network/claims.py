@@ -57,8 +57,8 @@ class Claims:
 
     Args:
         own: id of this peer. n: number of indices.
-        wanted: an index to claim first. strict: whether no other will do. settled: whether the peer
-            holds it from earlier.
+        wanted: an index to claim at once. strict: whether no other will do. settled: whether the
+            peer holds it from earlier.
         now: monotonic seconds, as in all methods.
     """
 
@@ -72,7 +72,7 @@ class Claims:
         settled: bool = False,
         now: float,
     ) -> None:
-        self.claim = Claim(wanted, held=True) if settled else Claim()
+        self.claim = Claim(wanted, held=settled)
         self._own = own
         self._n = n
         self._wanted = wanted

@@ -136,6 +136,14 @@ class Federation(BaseModel):
         """Return the file with another token: who has only the old one is refused."""
         return self.model_copy(update={"token": SecretStr(secrets.token_hex(32))})
 
+    @property
+    def context(self) -> bytes:
+        """What members sign with everything that strangers may read: the root, and a digest of the
+        token, which strangers cannot have signed."""
+        secret = "" if self.token is None else self.token.get_secret_value()
+        digest = hashlib.sha256(b"context" + secret.encode()).digest()
+        return bytes.fromhex(self.root) + digest
+
     def at(self, bootstrap: str) -> str:
         """Return the address of the bootstrap node, with its key unless it names one. Raises
         UserError."""
@@ -282,14 +290,6 @@ class Credentials:
     def is_member(self, peer: str) -> bool:
         """Return whether a peer, given its id, may be a member."""
         return not self._why_not(peer)
-
-    @property
-    def context(self) -> bytes:
-        """What members sign with everything that strangers may read: the root, and a digest of the
-        token, which strangers cannot have signed."""
-        token = self.federation.token
-        secret = "" if token is None else token.get_secret_value()
-        return self._of_federation(hashlib.sha256(b"context" + secret.encode()).digest())
 
     def _why_not(self, peer: str) -> str:
         """Return why a peer is no member, empty when it is one."""

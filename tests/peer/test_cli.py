@@ -71,7 +71,7 @@ PLAN_FLAGS = ("--plan", "PLAN", "--index", "1", "--state", "STATE")
         ([*PLAN_FLAGS, "--replicas", "0"], "replicas"),
         ([*PLAN_FLAGS, "--mqtt", "mqtts://me:hunter2@broker"], "holds a password"),
         ([*PLAN_FLAGS, "--mqtt", "mqtts://broker", "--mqtt-ca", "missing"], "cannot use the CA"),
-        (["watch"], "no broker to watch"),
+        (["watch"], "no broker is named"),
         (["watch", "--mqtt", "mqtts://broker"], "what this federation runs is not known"),
         ([*PLAN_FLAGS, "--data", "nothing"], "there is no data source 'nothing'"),
         ([*PLAN_FLAGS, "--model", "m:f"], "sklearn-sgd, not custom"),
