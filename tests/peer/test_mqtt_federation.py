@@ -128,7 +128,7 @@ class Village:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds; the failure of a peer ends the wait."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(90):
             while not condition():
                 await asyncio.sleep(0.02)
                 for task in self.peers.values():
@@ -260,7 +260,7 @@ async def test_an_index_that_another_holds_is_refused(
         await town.until(lambda: len(town.held("peers")) == 1)
         town.join("b", plan=PLAN, index=2)
         with pytest.raises(UserError, match="index 2 is held by others"):
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(90):
                 await town.peers.pop("b")
 
 

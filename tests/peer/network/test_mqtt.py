@@ -49,7 +49,7 @@ async def client(login: Login, name: str, *, will: str | None = None) -> AsyncIt
             await task
 
 
-async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 90.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - of what no event tells
             await asyncio.sleep(0.02)
