@@ -23,6 +23,7 @@ from peer.cluster_models import best_model, idle, initial_model
 from peer.errors import ProtocolError, RefusedError, StateError, UnreachableError, UserError
 from peer.exchange import PATIENCE
 from peer.journal import Clock, Journal, OnRound
+from peer.learning.budget import Budget
 from peer.learning.learner import Learner, Scores, Vector
 from peer.network.address import HostPort, key_of, parse_address, with_key
 from peer.network.messages import (
@@ -89,6 +90,7 @@ class Coordinated:
         coordinator: str,
         coordinator_peer: str | None,
         permutation: Permutation | None,
+        budget: Budget | None = None,
     ) -> None:
         self.plan = plan
         self.index = index
@@ -102,6 +104,7 @@ class Coordinated:
         self._coordinator_peer = coordinator_peer
         self._data = ""
         self._p = permutation
+        self._budget = budget
         self._c = plan.c if plan.method == "ifca" else 1
         self._initial = learner.initial()
         self._journal = Journal(
@@ -110,6 +113,7 @@ class Coordinated:
             manifest=learner.manifest,
             state=state,
             traffic=traffic,
+            budget=budget,
             on_round=on_round,
         )
         self._model = self._initial
@@ -186,6 +190,8 @@ class Coordinated:
 
     def _advance(self, t: int, accuracy: float | None) -> None:
         done = t >= self.plan.rounds
+        if self.plan.privacy.acts:
+            accuracy = None  # it tells of the samples
         self.status = Status(published=t, finished=t, done=done, accuracy=accuracy)
         self.swarm.set_status(self.status)
 
@@ -326,10 +332,14 @@ class Coordinated:
         return best_model(await self._in_worker(self.learner.train_losses, models, t))
 
     async def _train(self, task: Task) -> memoryview | None:
-        """Return what the coordinator is to have of this round; None when training diverged."""
+        """Return what the coordinator is to have of this round; None when training diverged, or
+        would cost more epsilon than is left."""
         before = await self._model_of(task, task.model)
         trained: Vector = await self._in_worker(self.learner.fit, before, task.round)
         self._clock.lap("train")
+        await self._in_worker(self._journal.keep_spent)
+        if self._budget is not None and self._budget.exhausted:
+            return None
         sent = trained
         if self.plan.method == "cfl":
             sent = trained - before

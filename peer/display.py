@@ -180,6 +180,8 @@ def round_line(plan: Plan, row: MetricRow) -> str:
         parts.append(f"bag {row.bag_size}")
     if row.precision is not None:
         parts.append(f"precision {ratio(row.precision)}")
+    if row.epsilon is not None:
+        parts.append(f"epsilon {row.epsilon:.2f}")
     parts.append(f"sent {human_bytes(row.wire_sent)}")
     parts.append(f"received {human_bytes(row.wire_received)}")
     return "  ".join(parts)

@@ -10,6 +10,7 @@ from typing import Any
 from safetensors.numpy import save
 
 from peer.files import write_atomically
+from peer.learning.budget import Budget
 from peer.learning.learner import Manifest, Scores, Vector
 from peer.merit import precision, recall
 from peer.network.traffic import Traffic
@@ -37,7 +38,10 @@ class Clock:
 
 
 class Journal:
-    """Writes the run directory and the checkpoints of the peer of an index, in its state."""
+    """Writes the run directory and the checkpoints of the peer of an index, in its state.
+
+    `budget` is the epsilon of a plan with privacy.
+    """
 
     def __init__(
         self,
@@ -47,6 +51,7 @@ class Journal:
         manifest: Manifest,
         state: StateDirectory,
         traffic: Traffic,
+        budget: Budget | None,
         on_round: OnRound | None,
     ) -> None:
         self.plan = plan
@@ -55,6 +60,7 @@ class Journal:
         self._manifest = manifest
         self._state = state
         self._traffic = traffic
+        self._budget = budget
         self._on_round = on_round
         self._writer = RunWriter(state.path, plan)
         self._before: Mapping[str, int] = {}
@@ -69,6 +75,11 @@ class Journal:
         """Return cumulative bytes, those before the last restart included."""
         now = self._traffic.totals()
         return {name: count + self._before.get(name, 0) for name, count in now.items()}
+
+    def keep_spent(self) -> None:
+        """Write what the last training has spent of epsilon, where the plan counts it."""
+        if self._budget is not None:
+            self._state.keep_spent(self._budget.spent)
 
     def save(self, t: int, model: Vector, matcher: dict[str, Any]) -> None:
         """Write the checkpoint of round t: the model w^t [e] and the matcher's state."""
@@ -111,6 +122,7 @@ class Journal:
             exchanges=exchanges,
             late=late,
             missing=missing,
+            epsilon=None if self._budget is None else self._budget.epsilon,
             seconds=clock.seconds(),
             time=time.time(),
             notes=notes,

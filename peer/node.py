@@ -22,6 +22,7 @@ import zmq.asyncio
 
 from peer.coordinated import Coordinated
 from peer.errors import PanmeshError, RefusedError, StateError, UserError, first_failure
+from peer.learning.budget import Budget
 from peer.learning.learner import Learner
 from peer.matching.registry import CENTRAL
 from peer.memory import torch_without_tracing
@@ -133,7 +134,8 @@ class Peer:
                 state.keep_identity(
                     identity.model_copy(update={"index": index, "ports": transport.ports})
                 )
-                learner = await self._in_worker(self._learner, plan, index, state)
+                budget = Budget(plan.privacy, state.spent()) if plan.privacy.acts else None
+                learner = await self._in_worker(self._learner, plan, index, state, budget)
                 record = PeerRecord(
                     peer=identity.peer,
                     index=index,
@@ -171,6 +173,7 @@ class Peer:
                     plan=plan,
                     index=index,
                     learner=learner,
+                    budget=budget,
                     state=state,
                     swarm=swarm,
                     transport=transport,
@@ -207,6 +210,7 @@ class Peer:
         plan: Plan,
         index: int,
         learner: Learner,
+        budget: Budget | None,
         state: StateDirectory,
         swarm: Swarm,
         transport: Transport,
@@ -225,6 +229,7 @@ class Peer:
             "plan": plan,
             "index": index,
             "learner": learner,
+            "budget": budget,
             "state": state,
             "swarm": swarm,
             "transport": transport,
@@ -380,9 +385,16 @@ class Peer:
         log.info("no bootstrap node answers; going on with the plan that it gave before")
         return remembered, index
 
-    def _learner(self, plan: Plan, index: int, state: StateDirectory) -> Learner:
+    def _learner(
+        self, plan: Plan, index: int, state: StateDirectory, budget: Budget | None
+    ) -> Learner:
         """Return the learner, leaving in the state directory how to build its model again."""
         if self._make_learner is not None:
+            if budget is not None:
+                raise UserError(
+                    "privacy: what a learner of your own spends of epsilon cannot be counted",
+                    "leave out make_learner, or the plan's [privacy]",
+                )
             return self._make_learner(plan, index)
         from peer.learning.build import prepare
 
@@ -397,6 +409,7 @@ class Peer:
                 model=settings.model,
                 device=settings.device,
                 threads=settings.threads,
+                budget=budget,
             )
         state.write_json(MODEL_CARD, asdict(card))
         return learner

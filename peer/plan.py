@@ -241,6 +241,35 @@ class DefencePlan(_Table):
         return self.gate or self.clip is not None or self.rule != "mean"
 
 
+class PrivacyPlan(_Table):
+    """Local training by DP-SGD, in the paper's symbols (Abadi et al. 2016)."""
+
+    noise: float | None = Field(
+        default=None,
+        gt=0,
+        le=1000,
+        description="noise multiplier, sigma; without it training is not private",
+    )
+    clip: float = Field(
+        default=1.0, gt=0, description="norm that each sample's gradient is clipped to, C"
+    )
+    delta: float = Field(
+        default=1e-5, gt=0, lt=1, description="far below 1 / (a peer's training samples)"
+    )
+    epsilon: float = Field(
+        default=8.0, gt=0, description="budget of each peer, at which it stops to train"
+    )
+    repeatable: bool = Field(
+        default=False,
+        description="noise and batches from the seed, for experiments: then nothing is private",
+    )
+
+    @property
+    def acts(self) -> bool:
+        """Whether training is by DP-SGD."""
+        return self.noise is not None
+
+
 class TrainingPlan(_Table):
     """Local training: momentum SGD, a fresh optimiser every round."""
 
@@ -332,6 +361,7 @@ class Plan(_Table):
     cfl: CflPlan = CflPlan()
     defence: DefencePlan = DefencePlan()
     training: TrainingPlan = TrainingPlan()
+    privacy: PrivacyPlan = PrivacyPlan()
     network: NetworkPlan = NetworkPlan()
 
     @model_validator(mode="after")

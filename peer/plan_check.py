@@ -9,7 +9,7 @@ import logging
 from functools import cache
 
 from peer.errors import UserError
-from peer.learning.names import CUSTOM, DATA_SETS, MODELS, OWN, TEXT_MODELS
+from peer.learning.names import CUSTOM, DATA_SETS, ESTIMATORS, MODELS, OWN, TEXT_MODELS
 from peer.matching.registry import CENTRAL, check_method
 from peer.plan import Plan
 
@@ -35,6 +35,8 @@ def check_plan(plan: Plan, *, central: bool = False, data: str | None = None) ->
             f"defence: the coordinator of {plan.method} averages and has no data to judge by",
             "[defence] is for peers among themselves; leave it out",
         )
+    if plan.privacy.acts:
+        _check_privacy(plan)
     l, k = plan.matching.l, plan.matching.k  # noqa: E741
     # NSMC adds the last neighbours to its l candidates; PENS has the l alone to choose k of.
     if plan.method == "pens" and k > l:
@@ -44,6 +46,30 @@ def check_plan(plan: Plan, *, central: bool = False, data: str | None = None) ->
         raise UserError(f"model: there is no built-in model {plan.model!r}", f"there are {known}")
     if data is None and plan.data != OWN:
         _check_data(plan)
+
+
+def _check_privacy(plan: Plan) -> None:
+    """Raise UserError where more of the samples would be told than epsilon says, or no DP-SGD is.
+
+    Whom a peer averages with, or which model it takes, is seen by others; where losses on its
+    training samples choose, that is told without any noise.
+    """
+    if plan.method in ("panm-loss", "pens", "ifca"):
+        raise UserError(
+            f"privacy: {plan.method} chooses by losses on the training samples, which epsilon does "
+            "not count",
+            "panm-grad, cfl and fedavg go by what was trained with noise",
+        )
+    if plan.defence.gate:
+        raise UserError(
+            "privacy: the gate chooses by losses on samples of the peer, which epsilon does not "
+            "count",
+            "leave out defence.gate",
+        )
+    if plan.model in ESTIMATORS or plan.model in TEXT_MODELS:
+        raise UserError(
+            f"privacy: {plan.model} cannot be trained by DP-SGD", "take mlp, lenet, cnn or custom"
+        )
 
 
 def _check_data(plan: Plan) -> None:

@@ -39,6 +39,7 @@ class Purpose(IntEnum):
     ATTACK = 22
     ATTACKERS = 23
     HELD_OUT = 24
+    PRIVACY = 30
 
 
 def generator(

@@ -23,6 +23,7 @@ from peer.defence import Mixed, mix, refusals
 from peer.errors import RefusedError, StateError, UserError
 from peer.exchange import Exchange, Received, Shelf
 from peer.journal import Clock, Journal, OnRound
+from peer.learning.budget import Budget
 from peer.learning.learner import Learner, Scores, Vector
 from peer.matching.base import Evidence, Matcher, MatcherSettings
 from peer.matching.local import Local
@@ -85,6 +86,7 @@ class Rounds:
         in_worker: Callable[..., Any],
         on_round: OnRound | None,
         surroundings: Surroundings | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self.plan = plan
         self.index = index
@@ -116,6 +118,7 @@ class Rounds:
             manifest=learner.manifest,
             state=state,
             traffic=traffic,
+            budget=budget,
             on_round=on_round,
         )
         self._model = self._trained = self._initial
@@ -261,11 +264,22 @@ class Rounds:
         if not models:
             log.warning("no peer had a model to begin with; starting from the initial one")
             return t
-        losses = await self._in_worker(self.learner.train_losses, list(models.values()), t)
-        _, chosen = min(zip(losses, models, strict=True))
+        chosen = await self._most_suitable(models, t)
         self._model = models[chosen]
         self._notes = {"caught_up_with": chosen}
         return t
+
+    async def _most_suitable(self, models: dict[int, Vector], t: int) -> int:
+        """Return whose of these models to go on from.
+
+        [choice] With privacy, anyone's: losses would tell of the samples what epsilon does not
+        count.
+        """
+        if self.plan.privacy.acts:
+            rng = generator(self.plan.seed, Purpose.LATE_JOIN, index=self.index, t=t)
+            return draw(sorted(models), 1, rng)[0]
+        losses = await self._in_worker(self.learner.train_losses, list(models.values()), t)
+        return min(zip(losses, models, strict=True))[1]
 
     async def _skip_to(self, t: int) -> None:
         """Say that this peer has nothing to give before round `t`."""
@@ -332,7 +346,7 @@ class Rounds:
                 published=t,
                 finished=t,
                 done=t == self.plan.rounds,
-                accuracy=self._scores.accuracy,
+                accuracy=self._told_accuracy,
             )
         )
 
@@ -344,6 +358,7 @@ class Rounds:
         """
         for _ in range(2):
             trained: Vector = await self._in_worker(self.learner.fit, self._model, t)
+            await self._in_worker(self._journal.keep_spent)
             if math.isfinite(np.sum(trained, dtype=np.float64)):
                 self._trained = trained
                 break
@@ -418,6 +433,11 @@ class Rounds:
             return None
         return [float(self.learner.samples), *(float(item.samples) for item in received)]
 
+    @property
+    def _told_accuracy(self) -> float | None:
+        """What others hear of the accuracy: nothing where the samples are private."""
+        return None if self.plan.privacy.acts else self._scores.accuracy
+
     async def _advance(self, status: Status) -> None:
         await self.shelf.advance(status)
         self.swarm.set_status(status)
@@ -429,7 +449,7 @@ class Rounds:
                 published=self.shelf.status.published,
                 finished=self.plan.rounds,
                 done=True,
-                accuracy=self._scores.accuracy,
+                accuracy=self._told_accuracy,
             )
         )
         self._journal.write_model(self._model)

@@ -80,6 +80,9 @@ class MetricRow(_Row):
     exchanges: int = Field(default=0, description="probes and pulls of the round")
     late: int = Field(default=0, description="peers whose answer came late")
     missing: int = Field(default=0, description="peers left out of the round")
+    epsilon: float | None = Field(
+        default=None, description="spent so far of the peer's samples, with DP-SGD"
+    )
     seconds: Seconds = Seconds()
     time: float = Field(default=0.0, description="when the round ended, Unix seconds")
     notes: dict[str, Any] = Field(default_factory=dict, description="what the matcher has to say")

@@ -28,6 +28,7 @@ from safetensors.numpy import save
 
 from peer.errors import StateError
 from peer.files import hold_directory, remove_unfinished, write_atomically
+from peer.learning.budget import Spent
 from peer.learning.learner import Vector
 from peer.network.messages import Index, PeerId, PeerRecord, Round
 from peer.rundir import METRICS, MODELS
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 IDENTITY = "identity.json"
 PEERS = "peers.json"
+LEDGER = "privacy.json"
 _CHECKPOINTS = "checkpoint-*.safetensors"
 GENERATIONS = 2
 RESTORE_OR_LEAVE = "restore it from a copy, or begin anew with another --state"
@@ -81,6 +83,12 @@ class Checkpoint:
     model: Vector
     matcher: dict[str, Any]
     counters: dict[str, int]
+
+
+class _Ledger(Sealed):
+    """What was spent of the epsilon of this peer's samples."""
+
+    spent: tuple[Spent, ...]
 
 
 class StateDirectory:
@@ -174,6 +182,26 @@ class StateDirectory:
         if found is None and self._identity is not None and self._identity.learned:
             raise StateError(f"the checkpoints in {self.path} are gone", RESTORE_OR_LEAVE)
         return found
+
+    def keep_spent(self, spent: Sequence[Spent]) -> None:
+        """Write what was spent of epsilon: before anything leaves the peer that it was spent on."""
+        try:
+            _Ledger(spent=tuple(spent)).write(self.path / LEDGER)
+        except OSError as error:
+            raise StateError(f"cannot write {self.path / LEDGER}: {error.strerror}") from None
+
+    def spent(self) -> list[Spent]:
+        """Return the last of `keep_spent`: none only where nothing was ever learned here."""
+        try:
+            return list(_Ledger.load(self.path / LEDGER).spent)
+        except FileNotFoundError:
+            if self._identity is not None and self._identity.learned:
+                raise StateError(
+                    f"{self.path} holds a run but no {LEDGER}: what it has spent of epsilon is "
+                    "not known",
+                    RESTORE_OR_LEAVE,
+                ) from None
+            return []
 
     def remember(self, records: Sequence[PeerRecord]) -> None:
         """Write the peers to look for after a restart."""

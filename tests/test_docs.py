@@ -16,6 +16,7 @@ from peer.plan import (
     NetworkPlan,
     PartitionPlan,
     Plan,
+    PrivacyPlan,
     TrainingPlan,
 )
 from peer.settings import PeerSettings
@@ -40,14 +41,17 @@ def documented(page: str, start: str, end: str) -> set[str]:
         ("plans.md", "## `[partition]`", "## `[central]`", PartitionPlan),
         ("plans.md", "## `[central]`", "## `[cfl]`", CentralPlan),
         ("plans.md", "## `[cfl]`", "## `[defence]`", CflPlan),
-        ("plans.md", "## `[defence]`", "## `[training]`", DefencePlan),
+        ("plans.md", "## `[defence]`", "## `[privacy]`", DefencePlan),
+        ("plans.md", "## `[privacy]`", "## `[training]`", PrivacyPlan),
         ("plans.md", "## `[training]`", "## `[network]`", TrainingPlan),
         ("plans.md", "## `[network]`", "", NetworkPlan),
         ("peers.md", "## Settings", "## ", PeerSettings),
     ],
 )
 def test_every_key_is_documented(page: str, start: str, end: str, model: type[BaseModel]) -> None:
-    tables = {"matching", "partition", "central", "cfl", "defence", "training", "network"}
+    tables = {
+        "matching", "partition", "central", "cfl", "defence", "privacy", "training", "network",
+    }  # fmt: skip
     if page == "peers.md":
         end = "## State"
     assert documented(page, start, end) == set(model.model_fields) - (

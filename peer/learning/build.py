@@ -10,8 +10,9 @@ import numpy as np
 
 from peer.errors import UserError
 from peer.learning import estimator_learner
+from peer.learning.budget import Budget
 from peer.learning.learner import Learner, ModelCard
-from peer.learning.names import CUSTOM, TEXT_MODELS
+from peer.learning.names import CUSTOM, ESTIMATORS, TEXT_MODELS
 from peer.learning.partition import PeerData, Poison, blank_inputs, deal
 from peer.learning.sources import Dataset, is_text, load_dataset
 from peer.plan import Plan
@@ -41,6 +42,7 @@ def prepare(
     poison: Poison | None = None,
     cluster: int | None = None,
     part: float = 1.0,
+    budget: Budget | None = None,
 ) -> tuple[Learner, ModelCard]:
     """Return the learner of peer `index`, and what is needed to build its model again.
 
@@ -48,7 +50,8 @@ def prepare(
     data that all peers have and that are dealt to them as the plan's would be; `model` the import
     path of a module factory, for plans whose model is `custom`; `device` is cpu or cuda; `threads`
     is how many torch uses in this process; `poison`, `cluster` and `part` are an experiment's, see
-    `deal`. Raises UserError when something is missing or does not fit.
+    `deal`; `budget` is what a plan with privacy has spent, nothing if not given. Raises UserError
+    when something is missing or does not fit.
 
     [choice] One thread if not told otherwise: small models gain little from a second, lose tenfold
     when peers share the cores, and one thread repeats bit by bit.
@@ -72,7 +75,8 @@ def prepare(
         left_out=dataset.left_out,
         text=is_text(dataset.train_x),
     )
-    return _learner(card, share, plan, index, device=device, threads=threads), card
+    learner = _learner(card, share, plan, index, device=device, threads=threads, budget=budget)
+    return learner, card
 
 
 def check_model(plan: Plan, model: str | None) -> None:
@@ -110,8 +114,9 @@ def _learner(
     *,
     device: str = "cpu",
     threads: int = 1,
+    budget: Budget | None = None,
 ) -> Learner:
-    if card.model in estimator_learner.KINDS:
+    if card.model in ESTIMATORS:
         if device != "cpu":
             raise UserError(f"the model {card.model} runs on the cpu only, not on {device}")
         return estimator_learner.EstimatorLearner(card.model, data, plan, index)
@@ -123,4 +128,4 @@ def _learner(
 
     torch.set_num_threads(threads)
     module = build_model(card.model, card.shape, card.classes, card.seed, factory=card.factory)
-    return TorchLearner(module, data, plan, index, device=device)
+    return TorchLearner(module, data, plan, index, device=device, budget=budget)

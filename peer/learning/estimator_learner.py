@@ -10,15 +10,13 @@ import numpy.typing as npt
 
 from peer.errors import UserError
 from peer.learning.learner import Entry, Manifest, Scores, Vector
+from peer.learning.names import ESTIMATORS
 from peer.learning.partition import PeerData
 from peer.learning.schedule import epoch_orders, held_out, learning_rate, loss_sample
 from peer.plan import Plan
 from peer.randomness import Purpose, generator
 
 HIDDEN = 200
-KINDS = ("sklearn-sgd", "sklearn-mlp")
-"""`sklearn-sgd`: one-against-rest logistic regression, steps of one sample, no momentum.
-`sklearn-mlp`: the torch model mlp, momentum SGD in the plan's batches; biases do not decay."""
 
 
 class EstimatorLearner:
@@ -29,9 +27,9 @@ class EstimatorLearner:
     """
 
     def __init__(self, kind: str, data: PeerData, plan: Plan, index: int) -> None:
-        """Raises UserError when `kind` is none of `KINDS`."""
-        if kind not in KINDS:
-            raise UserError(f"there is no estimator {kind!r}", f"there are {', '.join(KINDS)}")
+        """Raises UserError when `kind` is none of `ESTIMATORS`."""
+        if kind not in ESTIMATORS:
+            raise UserError(f"there is no estimator {kind!r}", f"there are {', '.join(ESTIMATORS)}")
         self._kind = kind
         self._data = data
         self._plan = plan

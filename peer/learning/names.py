@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 MODELS = ("mlp", "lenet", "cnn", "lstm", "sklearn-sgd", "sklearn-mlp")
+ESTIMATORS = ("sklearn-sgd", "sklearn-mlp")
+"""Those of scikit-learn. `sklearn-sgd`: one-against-rest logistic regression, steps of one sample,
+no momentum. `sklearn-mlp`: as mlp, momentum SGD in the plan's batches; biases do not decay."""
 TEXT_MODELS = ("lstm",)
 """Those that take token ids; the others take numbers."""
 CUSTOM = "custom"

@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 from peer.errors import UserError
+from peer.learning.budget import Budget
 from peer.learning.learner import Entry, Manifest, Scores, Vector
 from peer.learning.models import GLOBAL_RNG
 from peer.learning.partition import PeerData
+from peer.learning.privacy import PrivateSgd
 from peer.learning.schedule import batches, epoch_orders, held_out, learning_rate, loss_sample
 from peer.plan import Plan
 from peer.randomness import Purpose, integer_seed
@@ -37,9 +39,20 @@ class TorchLearner:
     """
 
     def __init__(
-        self, module: nn.Module, data: PeerData, plan: Plan, index: int, *, device: str = "cpu"
+        self,
+        module: nn.Module,
+        data: PeerData,
+        plan: Plan,
+        index: int,
+        *,
+        device: str = "cpu",
+        budget: Budget | None = None,
     ) -> None:
-        """Raises UserError when `device` is not there or the module does not fit the data."""
+        """Where the plan asks for privacy, `budget` is what may still be spent: all if not given.
+
+        Raises UserError when `device` is not there or the module does not fit the data or the
+        plan's privacy.
+        """
         self._device = _device(device)
         self._module = module.to(self._device, torch.float32)
         self._plan = plan
@@ -66,6 +79,10 @@ class TorchLearner:
             parameter.grad = self._velocity[start:stop].view(parameter.shape)
             start = stop
         self._initial = self._vector()
+        self._private: PrivateSgd | None = None
+        if plan.privacy.acts:
+            self._budget = budget or Budget(plan.privacy)
+            self._private = PrivateSgd(self._module, plan, index, self.samples)
 
     @property
     def manifest(self) -> Manifest:
@@ -82,19 +99,28 @@ class TorchLearner:
         return self._initial.copy()
 
     def fit(self, model: Vector, t: int) -> Vector:
-        """Return `model` [e] after E local epochs of round t.
+        """Return `model` [e] after E local epochs of round t; as it is when that would cost more
+        epsilon than is left.
 
         [choice] Momentum starts at zero every round: what was averaged in has no velocity.
         """
+        if self._private is not None and not self._private.begin(t, self._budget):
+            return model.copy()
         self._load(model)
         self._velocity.zero_()
         self._module.train()
         lr = learning_rate(self._plan, t)
         with self._seeded(t):
-            for order in epoch_orders(self._plan, self._index, t, self.samples):
-                for batch in batches(order, self._plan.training.batch, fewest=self._fewest):
-                    self._step(torch.from_numpy(batch).to(self._device), lr)
+            for batch in self._batches(t):
+                self._step(torch.from_numpy(batch).to(self._device), lr)
         return self._vector()
+
+    def _batches(self, t: int) -> Iterator[npt.NDArray[np.int64]]:
+        if self._private is not None:
+            yield from self._private.batches()
+            return
+        for order in epoch_orders(self._plan, self._index, t, self.samples):
+            yield from batches(order, self._plan.training.batch, fewest=self._fewest)
 
     def train_losses(self, models: list[Vector], t: int) -> list[float]:
         """Return each model's mean cross-entropy on round t's draw of training samples.
@@ -147,11 +173,12 @@ class TorchLearner:
         The parameters' gradients *are* views of v: the backward pass adds g to mu v by itself.
         """
         training = self._plan.training
-        loss = nn.functional.cross_entropy(
-            self._module(self._train[0][batch]), self._train[1][batch]
-        )
+        x, y = self._train[0][batch], self._train[1][batch]
         self._velocity.mul_(training.momentum)
-        loss.backward()  # type: ignore[no-untyped-call]
+        if self._private is not None:
+            self._velocity.add_(self._private.gradient(x, y))
+        else:
+            nn.functional.cross_entropy(self._module(x), y).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             if training.weight_decay:
                 self._velocity.add_(self._trained, alpha=training.weight_decay)

@@ -29,6 +29,7 @@ from peer.errors import UserError
 from peer.learning import estimator_learner
 from peer.learning.learner import Learner, Manifest, Scores, Vector
 from peer.learning.models import build_model
+from peer.learning.names import ESTIMATORS
 from peer.learning.partition import blank_inputs
 from peer.learning.schedule import held_out, loss_sample
 from peer.learning.sources import is_text
@@ -346,7 +347,7 @@ class Worker:
             job = self._job
             place = self._held.get(i, i)
             data = peer_data(self._arena.arrays, place, scale=job.scale, classes=job.classes)
-            if self._plan.model in estimator_learner.KINDS:
+            if self._plan.model in ESTIMATORS:
                 learner: Learner = estimator_learner.EstimatorLearner(
                     self._plan.model, data, self._plan, i
                 )

@@ -27,6 +27,7 @@ from peer.learning import estimator_learner
 from peer.learning.build import check_inputs
 from peer.learning.learner import Manifest, Scores, Vector
 from peer.learning.models import build_model
+from peer.learning.names import ESTIMATORS
 from peer.learning.partition import deal
 from peer.learning.sources import Dataset, load_dataset
 from peer.learning.torch_learner import TorchLearner
@@ -80,7 +81,8 @@ class Engine:
         shares = Shares.deal(dataset, plan, holdings)
         mixed = precision == "bfloat16"
         self.manifest, initial, stack = _describe(plan, dataset, model, device, mixed=mixed)
-        self.stacked = stack is not None and not exact
+        # Gradients by sample are the device's own affair.
+        self.stacked = stack is not None and not exact and not plan.privacy.acts
         channels_last = self.stacked and stack is not None and stack.images
         n, e, trainable = plan.n, self.manifest.size, self.manifest.trainable
         fields = shares.fields(channels_last=channels_last) | {
@@ -409,7 +411,7 @@ def _describe(
     """Return the model's manifest, w_0 and its stack, if it has one, by way of peer 0's learner."""
     check_inputs(plan.model, dataset)
     data = deal(dataset, plan, 0, own=False)
-    if plan.model in estimator_learner.KINDS:
+    if plan.model in ESTIMATORS:
         if device != "cpu":
             raise UserError(f"the model {plan.model} runs on the cpu only, not on {device}")
         if mixed:

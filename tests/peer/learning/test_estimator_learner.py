@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from peer.errors import UserError
-from peer.learning.estimator_learner import KINDS, EstimatorLearner
+from peer.learning.estimator_learner import EstimatorLearner
 from peer.learning.learner import Learner, Vector
 from peer.learning.models import build_model
+from peer.learning.names import ESTIMATORS
 from peer.learning.partition import PeerData
 from peer.learning.torch_learner import TorchLearner
 from peer.plan import Plan, TrainingPlan
@@ -29,7 +30,7 @@ def make_plan(**training: Any) -> Plan:
 
 
 @pytest.mark.parametrize("classes", [2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ESTIMATORS)
 def test_learns_and_keeps_its_hands_off(kind: str, classes: int) -> None:
     learner: Learner = EstimatorLearner(kind, make_data(classes), make_plan(), 0)
     initial = learner.initial()
@@ -52,7 +53,7 @@ def test_learns_and_keeps_its_hands_off(kind: str, classes: int) -> None:
     assert agreement.mean() == pytest.approx(after.accuracy)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ESTIMATORS)
 def test_w_0_is_the_same_at_every_peer(kind: str) -> None:
     first = EstimatorLearner(kind, make_data(), make_plan(), 0)
     second = EstimatorLearner(kind, make_data(m=20), make_plan(), 1)
@@ -91,13 +92,13 @@ def test_a_peer_that_lacks_classes() -> None:
     one = PeerData(
         data.train_x[:5], np.ones(5, dtype=np.int64), data.test_x, data.test_y, 3, data.shape
     )
-    for kind in KINDS:
+    for kind in ESTIMATORS:
         learner = EstimatorLearner(kind, one, make_plan(), 0)
         assert np.isfinite(learner.fit(learner.initial(), 1)).all()
 
 
 def test_losses_of_useless_models_are_large_or_infinite() -> None:
-    for kind in KINDS:
+    for kind in ESTIMATORS:
         learner = EstimatorLearner(kind, make_data(), make_plan(), 0)
         model = np.full(learner.manifest.size, np.nan, dtype=np.float32)
         assert learner.train_losses([model], 1)[0] == math.inf
