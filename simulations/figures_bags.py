@@ -64,7 +64,7 @@ def topology_figure(plan: Plan, topology: Sequence[TopologyRow]) -> Figure:
         _draw_bags(axes, plan, last, places, labels=True)
         lines = [
             Line2D([], [], color=MUTED, lw=1.6, label="in each other's bag"),
-            Line2D([0], [0], color=MUTED, lw=1.6, ls=(0, (0.7, 0.5)), label="(half) in one only"),
+            Line2D([0], [0], color=MUTED, lw=1.6, ls=(0, (4.5, 99)), label="in one bag only"),
             Line2D([], [], color=INK, lw=1.6, label="across clusters"),
         ]
         clusters = sorted({_cluster(plan, index, last) for index in places})
@@ -83,7 +83,8 @@ def evolution_figure(
     with mpl.rc_context(STYLE):
         columns = min(3, len(chosen))
         lines = -(-len(chosen) // columns)
-        figure = Figure(figsize=(3.3 * columns, 3.5 * lines + 0.7), layout="constrained")
+        height = lines * (3.3 * _steepness(places) + 0.5) + 0.5
+        figure = Figure(figsize=(3.3 * columns, height), layout="constrained")
         FigureCanvasAgg(figure)
         panels = figure.subplots(lines, columns, squeeze=False).ravel().tolist()
         for axes in panels:
@@ -111,14 +112,18 @@ def animate_bags(
     told = _told(rows)
     frames = []
     with mpl.rc_context({**STYLE, "savefig.bbox": None}):
-        figure = Figure(figsize=(5.2, 5.6))
+        figure = Figure(figsize=(5.2, height := 4.9 * _steepness(places) + 0.7))
         FigureCanvasAgg(figure)
         for t in chosen:
             figure.clear()
-            axes = figure.add_axes((0.03, 0.02, 0.94, 0.86))
+            axes = figure.add_axes((0.03, 0.02, 0.94, 0.96 - 0.7 / height))
             _draw_bags(axes, plan, by_round[t], places, labels=plan.n <= MAX_LABELS // 2)
-            figure.text(0.04, 0.94, f"{plan.method}, round {t}", fontsize=13, fontweight="bold")
-            figure.text(0.04, 0.9, _stage(plan, t) + told.get(t, ""), fontsize=9, color=MUTED)
+            figure.text(
+                0.04, 1 - 0.3 / height, f"{plan.method}, round {t}", fontsize=13, fontweight="bold"
+            )
+            figure.text(
+                0.04, 1 - 0.52 / height, _stage(plan, t) + told.get(t, ""), fontsize=9, color=MUTED
+            )
             shown = io.BytesIO()
             figure.savefig(shown, format="png", dpi=96)
             picture = Image.open(shown).convert("RGB")
@@ -142,6 +147,8 @@ def matching_figure(
         FigureCanvasAgg(figure)
         panels = figure.subplots(1, 3, sharey=True)
         title(panels[0], plan, "Precision of the bags")
+        for note in panels[0].texts:
+            note.set_in_layout(False)  # it may reach over the next panel's column
         panels[1].set_title("Recall", loc="left", fontsize=13, fontweight="bold", pad=24)
         panels[2].set_title("All k neighbours true", loc="left", fontsize=13, fontweight="bold",
                             pad=24)  # fmt: skip
@@ -212,6 +219,12 @@ def layout(plan: Plan, topology: Sequence[TopologyRow]) -> dict[int, tuple[float
     return places
 
 
+def _steepness(places: Places) -> float:
+    """Return height by width of what the places take up, with the dots around them."""
+    x, y = np.array([*places.values()]).T
+    return float((np.ptp(y) + 0.6) / (np.ptp(x) + 0.6))
+
+
 def _draw_bags(
     axes: Axes,
     plan: Plan,
@@ -234,7 +247,9 @@ def _draw_bags(
     size = float(np.clip(9000 / n, 30, 520)) * float(axes.get_position().width)
     x, y = zip(*places.values(), strict=True)
     shades = [colour_of(_cluster(plan, i, rows)) if i in rows else FAINT for i in places]
-    axes.scatter(x, y, s=size, c=shades, edgecolors="white", linewidths=1.0, zorder=3)
+    axes.scatter(
+        x, y, s=size, c=shades, edgecolors="white", linewidths=1.0, zorder=3, clip_on=False
+    )
     if labels and n <= MAX_LABELS:
         points = float(np.clip(np.sqrt(size) * 0.45, 5, 10))
         for i, spot in places.items():

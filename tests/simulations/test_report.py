@@ -12,6 +12,7 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 from matplotlib.collections import LineCollection
+from safetensors.numpy import save_file
 
 from peer.display import CLUSTER_COLOURS
 from peer.errors import UserError
@@ -27,6 +28,7 @@ from peer.rundir import (
 )
 from simulations.figures import INK, accuracy_figure, aggregation_counts, heatmap_figure
 from simulations.figures_bags import topology_figure
+from simulations.model_cosines import model_cosines
 from simulations.report import locate, write_report
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -190,3 +192,16 @@ def test_peers_directories_are_merged_first(tmp_path: Path) -> None:
 def test_a_run_without_a_round_has_nothing_to_draw(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no round was finished"):
         write_report(write_run(tmp_path / "run", peers=range(5, 5)))
+
+
+def test_models_are_alike_by_the_way_off_their_mean(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    assert model_cosines(tmp_path) is None
+    for index, way in enumerate(([1.0, 0.0], [0.0, 1.0], [-1.0, -1.0])):
+        model = {"a": np.array([[5 + way[0]]]), "b": np.array([7 + way[1]])}
+        save_file(model, tmp_path / "models" / f"peer-{2 * index:03}.safetensors")
+    found = model_cosines(tmp_path)
+    assert found is not None
+    assert found[0] == [0, 2, 4]
+    far = -(2**-0.5)
+    np.testing.assert_allclose(found[1], [[1, 0, far], [0, 1, far], [far, far, 1]], atol=1e-12)
