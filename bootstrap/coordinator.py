@@ -32,9 +32,11 @@ from bootstrap.coordination.rounds import (
     Outcome,
     Round,
     Weights,
+    advance,
+    new_method,
 )
 from bootstrap.coordinator_rows import RoundRows
-from bootstrap.coordinator_store import CoordinatorStore, Layout, Saved, new_method
+from bootstrap.coordinator_store import CoordinatorStore, Layout, Saved
 from peer.errors import ProtocolError, RefusedError, UnreachableError
 from peer.exchange import PATIENCE, PULLS_AT_ONCE
 from peer.learning.learner import Vector
@@ -372,7 +374,7 @@ class Coordinator:
                 log.info("waiting for the start: %d of %d present", len(there), self.plan.quorum)
                 noted = self._clock()
             await self._change(1.0)
-        self._method = method = new_method(self.plan, self._layout)
+        self._method = method = new_method(self.plan, self._layout.size, self._layout.trainable)
         if self._store is not None:
             saved = Saved(self._layout, method, dict(self._owners), Standing({}), tuple(there))
             await asyncio.to_thread(self._store.save, saved)
@@ -409,7 +411,7 @@ class Coordinator:
         answers: Answers | None = None
         while True:
             # Averages and cosines of large models take a while: peers are answered meanwhile.
-            exchange, outcome = await asyncio.to_thread(_advance, exchanges, answers)
+            exchange, outcome = await asyncio.to_thread(advance, exchanges, answers)
             self._publish(method)
             if exchange is None:
                 return outcome
@@ -597,13 +599,3 @@ class Coordinator:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def _advance(
-    exchanges: Round | Exchanges, answers: Answers | None
-) -> tuple[Exchange | None, Outcome | None]:
-    """Return the next exchange, or None and how the round ended."""
-    try:
-        return (next(exchanges) if answers is None else exchanges.send(answers)), None
-    except StopIteration as end:
-        return None, end.value

@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from bootstrap.coordination.rounds import ClusterRounds, Method, ModelRounds
 from bootstrap.coordination.tensor_files import TensorDigest, TensorFiles
-from bootstrap.coordination.tree import ParameterTree
 from bootstrap.coordination.tree_store import TREE, TreeStore
 from peer.errors import StateError
 from peer.network.messages import Digest, Index, ModelNumber, PeerId, Round
@@ -156,10 +155,3 @@ class CoordinatorStore:
     @staticmethod
     def _saved(record: _Saved, method: Method, standing: Standing) -> Saved:
         return Saved(record.layout, method, dict(record.owners), standing, record.present)
-
-
-def new_method(plan: Plan, layout: Layout) -> Method:
-    """Return the plan's method before its first round."""
-    if plan.method != "cfl":
-        return ModelRounds(plan)
-    return ClusterRounds(plan, ParameterTree.planted(layout.size, layout.trainable))

@@ -17,9 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from peer.cluster_models import best_model, idle, initial_model
+from peer.cluster_models import best_model, initial_model
 from peer.errors import ProtocolError, RefusedError, StateError, UnreachableError, UserError
 from peer.exchange import PATIENCE
 from peer.journal import Clock, Journal, OnRound
@@ -41,7 +39,7 @@ from peer.network.messages import (
 from peer.network.swarm import Swarm
 from peer.network.traffic import Fault, Traffic
 from peer.network.transport import Buffer, Transport
-from peer.network.vectors import WIDTH, decode_vector, encode_vector, split
+from peer.network.vectors import WIDTH, decode_vector, encode_vector, is_finite, split
 from peer.permutation import Permutation
 from peer.plan import MAX_PEERS, Plan
 from peer.randomness import Purpose, generator
@@ -345,7 +343,7 @@ class Coordinated:
             sent = trained - before
             if self._p is not None:
                 sent = self._p.apply(sent)
-        if not math.isfinite(np.sum(sent, dtype=np.float64)):
+        if not is_finite(sent):
             log.warning("training diverged in round %d; it is left out", task.round)
             return None
         return encode_vector(sent, self.plan.network.precision)
@@ -358,19 +356,13 @@ class Coordinated:
         self._scores = await self._in_worker(self.learner.evaluate, self._model)
         self._clock.lap("evaluate")
         standing, method = self._standing, self.plan.method
-        notes: dict[str, Any] = {
-            "node" if method == "cfl" else "model": task.model,
-            "took_part": self.index in standing.trained,
-        }
-        if self._c > 1:
-            notes["idle"] = idle(list(standing.trained.values()), self._c)
         self._journal.record(
             t,
             scores=self._scores,
             neighbours=standing.neighbours(self.index, method),
             bag=standing.bag(self.index),
             clock=self._clock,
-            notes=notes,
+            notes=standing.notes(self.index, self.plan),
         )
         kept = {"standing": standing.encode(self.plan.n).hex()}
         await self._in_worker(self._journal.save, t, self._model, kept)

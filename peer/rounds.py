@@ -34,6 +34,7 @@ from peer.network.messages import Await, Probe, Pull, Reason, Reply, Request, St
 from peer.network.swarm import Swarm
 from peer.network.traffic import Traffic
 from peer.network.transport import Buffer, Transport
+from peer.network.vectors import is_finite
 from peer.plan import Plan
 from peer.randomness import Purpose, generator
 from peer.state import Checkpoint, StateDirectory
@@ -359,7 +360,7 @@ class Rounds:
         for _ in range(2):
             trained: Vector = await self._in_worker(self.learner.fit, self._model, t)
             await self._in_worker(self._journal.keep_spent)
-            if math.isfinite(np.sum(trained, dtype=np.float64)):
+            if is_finite(trained):
                 self._trained = trained
                 break
             log.warning("training diverged in round %d; going back to this peer's own model", t)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from peer.cluster_models import idle
 from peer.errors import ProtocolError
-from peer.plan import MAX_PEERS
+from peer.plan import MAX_PEERS, Plan
 
 if TYPE_CHECKING:
     from peer.network.transport import Buffer
@@ -41,6 +42,17 @@ class Standing:
             return sorted(self.bag(peer))
         own = self.trained[peer]
         return sorted(j for j, model in self.trained.items() if model == own and j != peer)
+
+    def notes(self, peer: int, plan: Plan) -> dict[str, Any]:
+        """Return what the row of `peer` notes: its model (of cfl its node), whether it took part,
+        and of ifca the models that nobody trained."""
+        notes: dict[str, Any] = {
+            "node" if plan.method == "cfl" else "model": self.places[peer],
+            "took_part": peer in self.trained,
+        }
+        if plan.method == "ifca" and plan.c > 1:
+            notes["idle"] = idle(list(self.trained.values()), plan.c)
+        return notes
 
     def encode(self, n: int) -> bytes:
         """Return 8 n bytes for the plan's n peers: int32, places, then trained; -1 is none."""

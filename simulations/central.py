@@ -17,7 +17,7 @@ from peer.learning.learner import Learner, Manifest, Scores, Vector
 from peer.merit import precision, recall
 from peer.network.vectors import WIDTH
 from peer.plan import Plan
-from simulations.population import Models, Row, arrive
+from simulations.population import Models, Row, arrive, offered
 
 if TYPE_CHECKING:
     from simulations.attacks import Threat
@@ -239,9 +239,8 @@ class CentralPopulation:
         self.identities = [rounds.places[i] for i in everyone]
 
     def _arriving(self, models: Sequence[Vector]) -> list[Vector]:
-        """Return models as they arrive at peers; means of what arrived are never refused."""
-        arrived = (arrive(model, self.plan) for model in models)
-        return [own if sent is None else sent for own, sent in zip(models, arrived, strict=True)]
+        """Return models as they arrive at peers."""
+        return [offered(model, self.plan) for model in models]
 
     def _dealt(self, models: Sequence[Vector]) -> Models:
         """Return each peer's model by its identity."""

@@ -19,7 +19,7 @@ from peer.network.vectors import WIDTH
 from peer.permutation import Permutation
 from peer.plan import Plan
 from simulations.central import Crew
-from simulations.population import Models, Row, arrive
+from simulations.population import Models, Row, arrive, offered
 
 
 class ClusteredPopulation:
@@ -96,9 +96,7 @@ class ClusteredPopulation:
 
     def _model(self, v: int) -> Vector:
         """Return the model of node v [e] as peers have it: w_0 + u_v, as that arrives."""
-        update = arrive(self.server.tree.nodes[v].update, self.plan)
-        if update is None:
-            update = self.server.tree.nodes[v].update
+        update = offered(self.server.tree.nodes[v].update, self.plan)
         if self._p is not None:
             update = self._p.undo(update)
         return self.crew.initial + update

@@ -75,6 +75,12 @@ def arrive(vector: Vector, plan: Plan, precision: Precision | None = None) -> Ve
         return None
 
 
+def offered(vector: Vector, plan: Plan) -> Vector:
+    """Return a coordinator's vector as it arrives: a mean of what arrived is never refused."""
+    sent = arrive(vector, plan)
+    return vector if sent is None else sent
+
+
 class Population:
     """The peers of `plan`, all matching by `method` (which need not be the plan's own).
 

@@ -235,6 +235,23 @@ class ClusterRounds:
         return _exchange(Work.TRAIN, t, self.version, nodes)
 
 
+def new_method(plan: Plan, size: int, trainable: int) -> Method:
+    """Return the plan's method before its first round, for models of so many values."""
+    if plan.method != "cfl":
+        return ModelRounds(plan)
+    return ClusterRounds(plan, ParameterTree.planted(size, trainable))
+
+
+def advance(
+    exchanges: Round | Exchanges, answers: Answers | None
+) -> tuple[Exchange | None, Outcome | None]:
+    """Return the next exchange, or None and how the round ended; `answers` are to the last one."""
+    try:
+        return (next(exchanges) if answers is None else exchanges.send(answers)), None
+    except StopIteration as end:
+        return None, end.value
+
+
 def drive(exchanges: Generator[Exchange, Answers, Ended], answer: Answering) -> Ended:
     """Run exchanges to their end where nothing is lost on the way, and return how they ended."""
     try:

@@ -78,6 +78,12 @@ def split(buffer: Buffer) -> Iterator[memoryview]:
         yield view[start : start + CHUNK]
 
 
+def is_finite(vector: Vector) -> bool:
+    """Tell whether a vector is worth sending: receivers refuse values that are not finite."""
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(np.sum(vector, dtype=np.float64)))
+
+
 def _to_float16(vector: Vector) -> npt.NDArray[np.float16]:
     with np.errstate(over="ignore"):
         half = vector.astype("<f2")

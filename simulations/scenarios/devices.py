@@ -39,6 +39,16 @@ class DeviceClass(Table):
     attack: str | None = Field(default=None, description="as in [peers]")
 
 
+class Centre(Table):
+    """The coordinator of methods that have one; every peer reaches it, whatever the topology."""
+
+    upload: Rate | None = Field(default=None, description="Mbit/s; unlimited if not given")
+    download: Rate | None = Field(default=None, description="Mbit/s; unlimited if not given")
+    latency: Spread | None = Field(
+        default=None, description="seconds one way, to each peer; as in [links] if not given"
+    )
+
+
 class Devices(Table):
     """What all peers are like, and those that are otherwise."""
 
@@ -104,7 +114,7 @@ def make_devices(devices: Devices, classes: Sequence[str], seed: int) -> list[De
         speed = spread.draw(generator(seed, Purpose.DEVICES, index=i))
         if speed <= 0:
             raise MistakeError(key, "a peer that trains 0 samples a second never ends")
-        made.append(Device(speed, _bytes(up), _bytes(down), data, attack))
+        made.append(Device(speed, rate(up), rate(down), data, attack))
     return made
 
 
@@ -148,5 +158,6 @@ def forged(
         return Threat(attack).means.forge(i, view, rng)
 
 
-def _bytes(megabits: float | None) -> float:
+def rate(megabits: float | None) -> float:
+    """Return bytes a second; infinity where there is no limit."""
     return math.inf if megabits is None else megabits * MEGABIT

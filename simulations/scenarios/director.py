@@ -31,7 +31,8 @@ class Stage(Protocol):
         ...
 
     def part(self, sides: Sequence[int]) -> None:
-        """Peers of different sides [n] no longer reach each other."""
+        """Peers of different sides [n + 1], the last the coordinator's, no longer reach each
+        other."""
         ...
 
     def heal(self) -> None:

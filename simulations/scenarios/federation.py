@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from peer.learning.learner import Vector
 from peer.merit import precision, recall
@@ -23,20 +23,16 @@ from simulations.scenarios.scenario import Scenario
 from simulations.scenarios.wire import Wire
 from simulations.scenarios.world import World
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(eq=False, kw_only=True)
 class Member:
-    """A peer as script and rows see it: w_i [e], its last finished round, its round `t` now, and
-    the payload bytes that it has sent and received."""
+    """A peer as script and rows see it: w_i [e], its last finished round, and the payload bytes
+    that it has sent and received."""
 
     index: int
     model: Vector
     attack: str | None
     slowness: float = 1.0
-    t: int = 0
     finished: int = 0
     missing: int = 0
     began: float = 0.0
@@ -141,8 +137,8 @@ class Federation(ABC, Generic[Peer]):
         return self.world.alive[i]
 
     def part(self, sides: Sequence[int]) -> None:
-        """Peers of different sides [n] no longer reach each other."""
-        self.world.part(sides)
+        """Nodes of different sides [n + 1] no longer reach each other."""
+        self.world.part(sides[: self.world.n])
 
     def heal(self) -> None:
         """All who are there reach each other again."""

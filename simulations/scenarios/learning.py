@@ -15,7 +15,7 @@ from typing import Protocol, Self, TypeVar
 
 from peer.learning.learner import Learner, Manifest, Scores, Vector
 from peer.matching.base import Evidence, MatcherSettings
-from peer.matching.registry import create_matcher
+from peer.matching.registry import CENTRAL, create_matcher
 from peer.matching.similarity import GradientEvidence
 from peer.matching.sketch import CountSketch
 from peer.plan import Plan
@@ -158,8 +158,10 @@ class EngineLearning:
             precision=equipment.precision,
             holdings=holdings,
         )
-        first = create_matcher(plan.method, MatcherSettings.from_plan(plan, 0))
-        self._sketched = first.evidence is Evidence.GRADIENT and plan.matching.evidence == "sketch"
+        evidence = Evidence.NONE
+        if plan.method not in CENTRAL:
+            evidence = create_matcher(plan.method, MatcherSettings.from_plan(plan, 0)).evidence
+        self._sketched = evidence is Evidence.GRADIENT and plan.matching.evidence == "sketch"
         self.manifest = self._engine.manifest
         self.initial = self._engine.initial.copy()
 

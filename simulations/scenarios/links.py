@@ -98,7 +98,8 @@ def pair(i: int, j: int) -> tuple[int, int]:
 class Conditions:
     """What every link is like now.
 
-    `up` and `down` [n] are the rates of the peers' own connections in bytes a second.
+    `up` and `down` [n + 1] are the rates of the peers' own connections in bytes a second and, last,
+    of the coordinator's, node n. `centre` is the latency of its links, if not that of all.
     """
 
     def __init__(
@@ -108,8 +109,11 @@ class Conditions:
         up: Sequence[float],
         down: Sequence[float],
         seed: int,
+        *,
+        centre: Distribution | None = None,
     ) -> None:
         self._links = links
+        self._centre = centre
         self._people = people
         self._up, self._down = up, down
         self.seed = seed
@@ -138,9 +142,12 @@ class Conditions:
         self._known.clear()
 
     def _made(self, i: int, j: int) -> Link:
-        own = self._override(i, j)
+        central = self._people.n in (i, j)
+        own = None if central else self._override(i, j)
         base = self._links
         spread = base.latency if own is None or own.latency is None else own.latency
+        if central and self._centre is not None:
+            spread = self._centre
         jitter = base.jitter if own is None or own.jitter is None else own.jitter
         bandwidth = base.bandwidth if own is None or own.bandwidth is None else own.bandwidth
         loss = base.loss if own is None or own.loss is None else own.loss
@@ -155,7 +162,12 @@ class Conditions:
         if loss:
             round_trip = max(2 * latency, 1e-3)
             rate = min(rate, SEGMENT / round_trip * MATHIS / math.sqrt(loss))
-        return Link(latency, jitter, min(rate, self._up[i]), min(rate, self._down[j]), loss)
+        up, down = min(rate, self._up[i]), min(rate, self._down[j])
+        # [choice] A link's own bandwidth is felt at the peer's end, which has this one link to the
+        # coordinator: a slow link does not hold up what the coordinator has with others.
+        if central:
+            up, down = (self._up[i], down) if i > j else (up, self._down[j])
+        return Link(latency, jitter, up, down, loss)
 
     def _override(self, i: int, j: int) -> Between | None:
         """[choice] What is said of an edge goes before what is said of its class."""
@@ -169,7 +181,7 @@ class Conditions:
         low, high = pair(i, j)
         if (low, spread) not in self._drawn:
             rng = generator(self.seed, Purpose.LINKS, index=low)
-            shares = rng.uniform(1e-12, 1.0, size=self._people.n)
+            shares = rng.uniform(1e-12, 1.0, size=self._people.n + 1)
             self._drawn[low, spread] = spread.quantiles(shares)
         return float(self._drawn[low, spread][high])
 

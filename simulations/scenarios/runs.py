@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from peer.errors import UserError
 from peer.files import write_atomically
+from peer.matching.registry import CENTRAL
 from peer.plan_check import check_plan
 from peer.rundir import (
     SUMMARY,
@@ -23,6 +24,10 @@ from peer.rundir import (
 )
 from simulations.runs import PROCESSES, Equipment, clear_run
 from simulations.scenarios.scenario import Scenario
+
+if TYPE_CHECKING:
+    from simulations.scenarios.federation import Federation
+    from simulations.scenarios.learning import Learning
 
 SCENARIO = "scenario.toml"
 """The file of a run directory that holds the scenario, its plan in it."""
@@ -52,7 +57,6 @@ def run_scenario(
     that do not. Raises UserError before anything runs when it cannot be run.
     """
     from simulations.scenarios.learning import EngineLearning
-    from simulations.scenarios.virtual import VirtualFederation
 
     plan = scenario.plan
     equipment = equipment or Equipment()
@@ -67,24 +71,38 @@ def run_scenario(
         RunWriter(out, plan) as writer,
     ):
         write_atomically(out / SCENARIO, scenario.to_toml())
-        federation = VirtualFederation(scenario, learning, evaluate_every=evaluate_every)
+        federation = make_federation(scenario, learning, evaluate_every=evaluate_every)
         for metric, topology in federation.run():
             writer.append(metric, topology)
             last[metric.index] = metric
             if progress is not None:
                 progress(metric)
+        sent = sum(peer.sent for peer in federation.peers)
         received = sum(peer.received for peer in federation.peers)
         extra = {
             "scenario": scenario.name,
-            "bytes_sent": sum(peer.sent for peer in federation.peers),
+            "bytes_sent": sent,
             "bytes_received": received,
-            "bytes_moved": received,
+            "bytes_moved": received + sent if plan.method in CENTRAL else received,
             "bytes_lost": federation.lost,
             "products": equipment.precision,
             "virtual_s": round(max((row.time for row in last.values()), default=0.0), 3),
             **_honest([*last.values()]),
         }
         return writer.write_summary(wall_s=time.monotonic() - began, extra=extra)
+
+
+def make_federation(
+    scenario: Scenario, learning: Learning, *, evaluate_every: int = 1
+) -> Federation[Any]:
+    """Return the virtual federation of a scenario: with a coordinator where its method has one."""
+    if scenario.plan.method in CENTRAL:
+        from simulations.scenarios.coordinated import CoordinatedFederation
+
+        return CoordinatedFederation(scenario, learning, evaluate_every=evaluate_every)
+    from simulations.scenarios.virtual import VirtualFederation
+
+    return VirtualFederation(scenario, learning, evaluate_every=evaluate_every)
 
 
 def run_real(

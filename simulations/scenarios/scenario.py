@@ -21,9 +21,8 @@ import tomli_w
 from pydantic import Field, ValidationError
 
 from peer.errors import UserError
-from peer.matching.registry import CENTRAL
 from peer.plan import Name, Plan
-from simulations.scenarios.devices import Device, Devices, make_devices, population_of
+from simulations.scenarios.devices import Centre, Device, Devices, make_devices, population_of, rate
 from simulations.scenarios.lines import Key, MistakeError, line_of, name_of
 from simulations.scenarios.links import Conditions, Links, pair
 from simulations.scenarios.script import (
@@ -39,7 +38,7 @@ from simulations.scenarios.script import (
 from simulations.scenarios.tables import Population, Table, select
 from simulations.scenarios.topology import Complete, Topology, build_graph
 
-TABLES = ("plan", "topology", "links", "peers", "script")
+TABLES = ("plan", "topology", "links", "peers", "coordinator", "script")
 """What tells a scenario from a plan: a plan has none of these keys."""
 
 MAX_BYTES = 2**20
@@ -55,6 +54,7 @@ class Scenario(Table):
     topology: Topology = Field(default=Complete(), description="who reaches whom")
     links: Links = Field(default=Links(), description="what the links are like")
     peers: Devices = Field(default=Devices(), description="what the peers are like")
+    coordinator: Centre = Field(default=Centre(), description="what it is like, if there is one")
     script: list[Event] = Field(default=[], description="what happens when")
 
     @cached_property
@@ -109,17 +109,14 @@ class Scenario(Table):
 
     def conditions(self) -> Conditions:
         """Return what every link is like at the beginning."""
-        devices = self.equipment
-        up, down = [own.up for own in devices], [own.down for own in devices]
-        return Conditions(self.links, self.people, up, down, self.plan.seed)
+        devices, centre = self.equipment, self.coordinator
+        up = [*(own.up for own in devices), rate(centre.upload)]
+        down = [*(own.down for own in devices), rate(centre.download)]
+        seed = self.plan.seed
+        return Conditions(self.links, self.people, up, down, seed, centre=centre.latency)
 
     def check(self) -> None:
         """Raise MistakeError when the tables contradict each other or name what there is not."""
-        if self.plan.method in CENTRAL:
-            raise MistakeError(
-                ("plan", "method"), f"{self.plan.method} is central: scenarios are of peers "
-                "among themselves so far", "simulate run PLAN runs it without a network",
-            )  # fmt: skip
         self.links.check(self.people, self.edges)
         assert self.equipment
         for place, event in enumerate(self.script):

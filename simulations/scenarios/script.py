@@ -16,6 +16,9 @@ from simulations.scenarios.devices import check_attack
 from simulations.scenarios.lines import Key, MistakeError
 from simulations.scenarios.tables import Peers, Population, Selector, Table, select
 
+COORDINATOR = "coordinator"
+"""What the groups of a partition call it."""
+
 
 class Happening(Table):
     """What all events have in common."""
@@ -47,17 +50,25 @@ class Partition(Happening):
 
     do: Literal["partition"]
     groups: list[list[Selector]] = Field(
-        min_length=1, description="peers on each side; those not named are one more side"
+        min_length=1,
+        description="peers on each side, and the coordinator; those not named are one more side",
     )
 
     def sides(self, people: Population, key: Key) -> list[int]:
-        """Return the side [n] of every peer, 0 where no group names it. Raises MistakeError."""
-        sides = [0] * people.n
+        """Return the side [n + 1] of every peer and, last, of the coordinator: 0 where no group
+        names it. [choice] A coordinator that no group names is with the peers that none names or,
+        where all are named, with the first group. Raises MistakeError."""
+        key = (*key, "groups")
+        sides = [0] * (people.n + 1)
         for number, group in enumerate(self.groups, start=1):
-            for i in select(group, people, (*key, "groups")):
+            chosen = select([own for own in group if own != COORDINATOR], people, key)
+            for i in (*chosen, people.n) if COORDINATOR in group else chosen:
                 if sides[i]:
-                    raise MistakeError((*key, "groups"), f"peer {i} is on two sides")
+                    who = f"peer {i}" if i < people.n else "the coordinator"
+                    raise MistakeError(key, f"{who} is on two sides")
                 sides[i] = number
+        if not sides[people.n] and all(sides[: people.n]):
+            sides[people.n] = 1
         return sides
 
     def check(self, plan: Plan, people: Population, key: Key) -> None:

@@ -101,6 +101,7 @@ class VirtualPeer(Member):
 
     matcher: Matcher
     stage: Stage = "away"
+    t: int = 0
     published: int = 0
     first: int = 1
     known: list[int] = field(default_factory=list)

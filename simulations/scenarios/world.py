@@ -122,6 +122,7 @@ class World:
         self._side = list(sides)
         self._partitions += 1
         self.clock.after(self._delays.partition, self._believe_sides, self._partitions)
+        self.on_reachable()  # of an earlier partition's sides some may be one now
 
     def heal(self) -> None:
         """All who are there reach each other."""

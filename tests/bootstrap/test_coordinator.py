@@ -15,8 +15,8 @@ import pytest
 
 from bootstrap import coordinator as module
 from bootstrap import server
-from bootstrap.coordination.rounds import ClusterRounds
-from bootstrap.coordinator_store import CoordinatorStore, Layout, Saved, new_method
+from bootstrap.coordination.rounds import ClusterRounds, new_method
+from bootstrap.coordinator_store import CoordinatorStore, Layout, Saved
 from bootstrap.server import BootstrapNode
 from peer.errors import RefusedError, StateError, UserError
 from peer.learning.learner import Vector
@@ -640,7 +640,7 @@ def test_a_crash_between_the_file_and_the_tree_leaves_the_round_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfl, layout = plan("cfl"), Layout(model=MODEL, size=SIZE, trainable=SIZE, fingerprint="")
-    store, method = CoordinatorStore(tmp_path, cfl), new_method(cfl, layout)
+    store, method = CoordinatorStore(tmp_path, cfl), new_method(cfl, layout.size, layout.trainable)
     assert isinstance(method, ClusterRounds)
     saved = Saved(layout, method, {0: "0" * 32}, Standing({0: 0}, {0: 0}), (0,))
     method.server.tree.admit(0)

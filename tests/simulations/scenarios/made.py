@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from softmax import Softmax
 
+from peer.learning.learner import Vector
+from simulations.scenarios.coordinated import CoordinatedFederation
 from simulations.scenarios.learning import LearnersLearning
 from simulations.scenarios.scenario import Scenario
 from simulations.scenarios.virtual import VirtualFederation
@@ -29,10 +32,27 @@ def make_scenario(tables: Mapping[str, Any] | None = None, **plan: Any) -> Scena
     return scenario
 
 
-def federate(scenario: Scenario, **options: Any) -> VirtualFederation:
-    """Return the federation of a scenario, with learners of softmax regression."""
+def make_learning(scenario: Scenario, kind: type[Softmax] = Softmax) -> LearnersLearning:
+    """Return learners of softmax regression."""
     plan = scenario.plan
-    learning = LearnersLearning(
-        [Softmax(plan, i) for i in range(plan.n)], lambda i, c, _: Softmax(plan, i, c)
+    return LearnersLearning(
+        [kind(plan, i) for i in range(plan.n)], lambda i, c, _: kind(plan, i, c)
     )
-    return VirtualFederation(scenario, learning, **options)
+
+
+def federate(scenario: Scenario, **options: Any) -> VirtualFederation:
+    """Return the federation of a scenario, of peers among themselves."""
+    return VirtualFederation(scenario, make_learning(scenario), **options)
+
+
+class Spread(Softmax):
+    """Softmax regression from a w_0 of many values: the initial models of IFCA differ."""
+
+    def initial(self) -> Vector:
+        values = np.random.default_rng(7).normal(size=self.manifest.size)
+        return values.astype(np.float32)
+
+
+def coordinate(scenario: Scenario, **options: Any) -> CoordinatedFederation:
+    """Return the federation of a scenario, with a coordinator."""
+    return CoordinatedFederation(scenario, make_learning(scenario, Spread), **options)

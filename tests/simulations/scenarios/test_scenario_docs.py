@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from simulations.attacks import Threat, attack_names
-from simulations.scenarios.devices import DeviceClass, Devices
+from simulations.scenarios.devices import Centre, DeviceClass, Devices
 from simulations.scenarios.links import Between, Links
 from simulations.scenarios.scenario import Scenario, load, shipped
 from simulations.scenarios.script import EVENTS
@@ -37,7 +37,8 @@ def table(start: str, end: str) -> dict[str, set[str]]:
         ("## `[links]`", "`[[links.between]]` says", Links, set()),
         ("`[[links.between]]` says", "## `[peers]`", Between, set(Links.model_fields)),
         ("## `[peers]`", "`[[peers.classes]]` has", Devices, set()),
-        ("`[[peers.classes]]` has", "## `[[script]]`", DeviceClass, set(Devices.model_fields)),
+        ("`[[peers.classes]]` has", "## `[coord", DeviceClass, set(Devices.model_fields)),
+        ("## `[coordinator]`", "## `[[script]]`", Centre, set()),
         ("Beside these, every kind takes", "## `[links]`", Shape, {"kind"}),
     ],
 )

@@ -180,7 +180,6 @@ def test_a_scenario_is_what_its_file_says(tmp_path: Path) -> None:
             '[[links.between]]\nclasses = ["phone", "car"]',
             "line 16: links.between[1].classes: there are no peers of class 'car'",
         ),
-        ("n = 10\n", 'n = 10\nmethod = "cfl"\n', "line 5: plan.method: cfl is central"),
     ],
 )
 def test_a_mistake(tmp_path: Path, old: str, new: str, message: str) -> None:

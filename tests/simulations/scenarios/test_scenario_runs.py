@@ -214,7 +214,6 @@ def test_the_command_lists_shows_and_runs(tmp_path: Path, monkeypatch: pytest.Mo
     [
         ("run stragglers --backend one-process", "scenarios do not run by one-process"),
         ("run stragglers --device cuda", "computes with the engine, on the cpu"),
-        ("run stragglers --method fedavg", "plan.method: fedavg is central"),
         ("run plan.toml --backend virtual", "plan.toml is a plan, not a scenario"),
         ("show straglers", "cannot read the scenario straglers"),
         ("sweep drift --grid plan.n=0", "plan.n: Input should be greater"),
