@@ -194,7 +194,7 @@ def test_a_failing_run_ends_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_command_lists_shows_and_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert [line.split()[0] for line in simulate("list").splitlines()] == [
-        "drift", "partition-heals", "stragglers",
+        "coordinator", "drift", "partition-heals", "stragglers",
     ]  # fmt: skip
     shown = simulate("show", "partition-heals", "--out", "picture.png").splitlines()
     assert "round 5      partition: 0-9 | 10-19" in shown
@@ -271,3 +271,18 @@ def test_a_drifted_peer_changes_its_bag_by_panm_loss(tmp_path: Path) -> None:
     own = bags[50]
     assert sum(j % 2 for j in own) >= 0.9 * 8
     assert sum(j % 2 for j in own) >= 0.9 * len(own)
+
+
+@pytest.mark.slow
+def test_a_coordinator_whose_connection_is_narrow_is_the_bottleneck(tmp_path: Path) -> None:
+    def seconds(method: str, coordinator: dict[str, float]) -> float:
+        changes: dict[str, Any] = {"plan.method": method, "plan.rounds": 4, "plan.matching.t1": 4}
+        changes["coordinator"] = coordinator
+        scenario = load(find("coordinator")).changed(changes)
+        summary = run_scenario(scenario, tmp_path, workers=HERE, evaluate_every=4)
+        return float(summary["virtual_s"])
+
+    narrow = {"upload": 50, "download": 50}
+    alone = seconds("panm-grad", narrow)
+    assert seconds("cfl", narrow) > 1.8 * alone
+    assert seconds("cfl", {"upload": 1000, "download": 1000}) < alone
