@@ -13,8 +13,10 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import islice
 from types import TracebackType
 from typing import Any, Self
@@ -150,9 +152,12 @@ def sweep() -> None:
 
 
 def _remove(owner: int) -> None:
-    """Remove the namespaces of a run, and all that is in them."""
+    """Remove the namespaces of a run, and all that is in them, processes too."""
     for name in _names():
         if name.startswith(f"panmesh-{owner}-"):
+            for process in _run(["ip", "netns", "pids", name]).split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(process), signal.SIGKILL)
             _run(["ip", "netns", "delete", name])
 
 

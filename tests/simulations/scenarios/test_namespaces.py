@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
 import pytest
 
 from peer.errors import UserError
@@ -102,18 +103,22 @@ def test_sides_do_not_reach_each_other_and_rates_are_kept() -> None:
 @needs_root
 def test_what_a_killed_run_left_is_removed_by_the_next() -> None:
     program = (
-        "from simulations.scenarios.namespaces import Namespaces; import time\n"
-        "with Namespaces(2):\n print('made', flush=True)\n time.sleep(600)"
+        "from simulations.scenarios.namespaces import Namespaces; import subprocess, time\n"
+        "with Namespaces(2) as made:\n"
+        " command = made.command(0, ['sleep', '600'])\n"
+        " print(subprocess.Popen(command, stdout=subprocess.DEVNULL).pid, flush=True)\n"
+        " time.sleep(600)"
     )
     killed = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert killed.stdout is not None
-    assert killed.stdout.readline() == "made\n"
+    orphan = psutil.Process(int(killed.stdout.readline()))
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     owner = f"panmesh-{killed.pid}-"
     listed = ["ip", "netns", "list"]
     assert owner in subprocess.run(listed, capture_output=True, text=True, check=True).stdout
     sweep()
+    orphan.wait(30)
     assert owner not in subprocess.run(listed, capture_output=True, text=True, check=True).stdout
 
 
