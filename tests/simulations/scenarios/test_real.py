@@ -21,7 +21,7 @@ from simulations.scenarios.scenario import Scenario, load
 
 POSSIBLE = os.geteuid() == 0 and all(map(shutil.which, TOOLS))
 """Whether namespaces can be made here."""
-SLOW_ENOUGH = 40.0
+SLOW_ENOUGH = 20.0
 """Samples a second at which a round's training takes longer than all that the virtual network has
 no time for: messages, files, averaging and evaluation of twelve peers on two cores."""
 
@@ -95,6 +95,7 @@ def test_lockstep_with_a_script_is_the_virtual_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_peers_are_killed_and_leave_and_come_in_a_network_that_parts(tmp_path: Path) -> None:
     script = [
         {"round": 3, "do": "kill", "peers": [1]},
