@@ -18,6 +18,9 @@ from peer.plan import Plan
 from peer.rundir import read_metrics, read_topology
 from simulations.clustered import ClusteredPopulation
 from simulations.report import write_report
+from simulations.scenarios.coordinated import CoordinatedFederation
+from simulations.scenarios.learning import LearnersLearning
+from simulations.scenarios.scenario import Scenario
 
 Rows = list[dict[str, Any]]
 
@@ -112,6 +115,29 @@ async def test_fedavg(tmp_path: Path, fraction: float) -> None:
 async def test_half_precision(tmp_path: Path, method: str) -> None:
     plan = small(method, rounds=4, network={"precision": "bfloat16", "probe_interval": 30.0})
     await check(plan, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "cfl",
+        pytest.param("ifca", marks=pytest.mark.slow),
+        pytest.param("fedavg", marks=pytest.mark.slow),
+    ],
+)
+async def test_bytes_are_those_of_the_virtual_network(tmp_path: Path, method: str) -> None:
+    # Time enough for every request: one that is given up and made anew counts twice.
+    network = {"request_timeout": 60.0, "linger": 1.0, "probe_interval": 30.0}
+    plan = small(method, rounds=4, central={"fraction": 0.5}, network=network)
+    learning = LearnersLearning([Target(plan, i) for i in range(plan.n)])
+    federation = CoordinatedFederation(Scenario(plan=plan), learning)
+    rows = {(row.t, row.index): row for row, _ in federation.run()}
+    for result in await live(plan, tmp_path):
+        for row in read_metrics(result.state):
+            own = rows[row.t, row.index]
+            assert (row.payload_sent, row.payload_received) == (
+                own.payload_sent, own.payload_received,
+            )  # fmt: skip
 
 
 def digits(method: str) -> Plan:
