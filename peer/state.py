@@ -59,6 +59,8 @@ class Identity(Sealed):
     """Where it listened: others look for it there, and where all were stopped nobody else knows."""
     learned: bool = False
     """Whether a checkpoint was ever written: if there is none now, it was lost."""
+    keyed: bool = False
+    """Whether the id is that of a key: if there is none now, it was lost."""
 
 
 class _Meta(BaseModel):
@@ -126,6 +128,8 @@ class StateDirectory:
 
         path = self.path / KEY_FILE
         if not path.exists():
+            if (self.path / IDENTITY).exists() and Identity.load(self.path / IDENTITY).keyed:
+                raise StateError(f"{self.path} holds a run but no {KEY_FILE}", RESTORE_OR_LEAVE)
             IdentityKey.generate().save(path)
         return IdentityKey.load(path)
 
@@ -146,10 +150,12 @@ class StateDirectory:
                 raise StateError(
                     f"{self.path} holds a run but no {IDENTITY}", RESTORE_OR_LEAVE
                 ) from None
-            identity = Identity(peer=peer or secrets.token_hex(16), incarnation=now)
+            identity = Identity(peer=secrets.token_hex(16), incarnation=now)
         else:
             incarnation = max(old.incarnation + 1, now)
-            identity = old.model_copy(update={"incarnation": incarnation, "peer": peer or old.peer})
+            identity = old.model_copy(update={"incarnation": incarnation})
+        if peer is not None:
+            identity = identity.model_copy(update={"peer": peer, "keyed": True})
         self.keep_identity(identity)
         return identity
 

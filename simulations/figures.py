@@ -371,8 +371,9 @@ def cost_figure(
             panels[1].set_title("and time", loc="left", fontsize=13, fontweight="bold", pad=24)
             _draw_band(panels[1], times, accuracies)
             panels[1].set_xlabel("seconds")
-        for event, second in moments:
+        for _, second in moments:
             panels[-1].axvline(second, color=MUTED, lw=0.9, ls=(0, (3, 2)), zorder=1)
+        for event, second in legible(moments, 0.1 * float(np.max(times, initial=0.0))):
             panels[-1].annotate(
                 event, (second, 1), xycoords=("data", "axes fraction"), xytext=(3, -10),
                 textcoords="offset points", fontsize=8, color=MUTED,
@@ -382,6 +383,15 @@ def cost_figure(
         for axes in panels:
             axes.grid(axis="y")
         return figure
+
+
+def legible(labels: Sequence[tuple[str, float]], room: float) -> list[tuple[str, float]]:
+    """Return the labels, each with its place, that cover no earlier one when each takes `room`."""
+    shown: list[tuple[str, float]] = []
+    for text, place in sorted(labels, key=lambda label: label[1]):
+        if not shown or place >= shown[-1][1] + room:
+            shown.append((text, place))
+    return shown
 
 
 def _draw_band(axes: Axes, x: Values, accuracies: Values) -> None:

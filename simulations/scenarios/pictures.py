@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 from peer.display import CLUSTER_COLOURS
 from peer.rundir import MetricRow
 from simulations.curves import start_of
-from simulations.figures import FAINT, INK, MAX_LABELS, MUTED, STYLE, colour_of
+from simulations.figures import FAINT, INK, MAX_LABELS, MUTED, STYLE, colour_of, legible
 from simulations.scenarios.devices import USUAL
 from simulations.scenarios.scenario import Scenario
 from simulations.scenarios.script import Happening, Heal, Kill, Leave, Partition, Restart
@@ -115,13 +115,18 @@ def _draw_timeline(axes: Axes, scenario: Scenario, events: Sequence[Happening]) 
             tell(event), (start, row), xytext=(-6 if late else 6, 0), textcoords="offset points",
             va="center", ha="right" if late else "left", fontsize=9,
         )  # fmt: skip
-    for place in order:
-        if isinstance(events[place], Heal | Restart):
-            axes.axvline(times[place], color=MUTED, lw=1, ls=(0, (3, 2)))
-            axes.annotate(
-                tell(events[place]), (times[place], 1), xycoords=("data", "axes fraction"),
-                xytext=(3, -10), textcoords="offset points", fontsize=8, color=MUTED,
-            )  # fmt: skip
+    restored = [
+        (tell(events[place]), times[place])
+        for place in order
+        if isinstance(events[place], Heal | Restart)
+    ]
+    for _, at in restored:
+        axes.axvline(at, color=MUTED, lw=1, ls=(0, (3, 2)))
+    for text, at in legible(restored, 0.2 * (last - first)):
+        axes.annotate(
+            text, (at, 1), xycoords=("data", "axes fraction"), xytext=(3, -10),
+            textcoords="offset points", fontsize=8, color=MUTED,
+        )  # fmt: skip
     if not events:
         axes.annotate("nothing happens", (0.5, 0.5), xycoords="axes fraction", color=MUTED,
                       ha="center")  # fmt: skip

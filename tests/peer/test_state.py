@@ -98,6 +98,23 @@ def test_a_damaged_or_missing_identity_is_an_error_not_a_new_peer(tmp_path: Path
             state.identity()
 
 
+def test_a_lost_key_is_an_error_not_a_new_peer(tmp_path: Path) -> None:
+    with StateDirectory(tmp_path) as state:
+        key = state.key()
+        assert state.identity(key.peer).peer == key.peer
+        assert state.key().peer == key.peer
+    (tmp_path / "identity.pem").unlink()
+    with StateDirectory(tmp_path) as state, pytest.raises(StateError, match="no identity"):
+        state.key()
+
+
+def test_a_peer_without_a_key_may_get_one(tmp_path: Path) -> None:
+    with StateDirectory(tmp_path) as state:
+        first = state.identity()
+        key = state.key()
+        assert state.identity(key.peer).peer == key.peer != first.peer
+
+
 def test_a_directory_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StateError, match="cannot use the state directory"):

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -143,7 +144,7 @@ class Slow:
 
 @asynccontextmanager
 async def over(network: Slow) -> AsyncIterator[tuple[Transport, Transport]]:
-    common = {"listen": "127.0.0.1:0", "handler": answer, "shaper": network}
+    common: dict[str, Any] = {"listen": "127.0.0.1:0", "handler": answer, "shaper": network}
     async with (
         Transport(**common, traffic=Traffic()) as server,
         Transport(**common, traffic=Traffic()) as client,
