@@ -24,9 +24,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from town import Target
 
-from bootstrap.coordination.rounds import ClusterRounds, ModelRounds
+from bootstrap.coordination.rounds import ClusterRounds, ModelRounds, new_method
 from bootstrap.coordinator_rows import RoundRows
-from bootstrap.coordinator_store import CoordinatorStore, Layout, Saved, new_method
+from bootstrap.coordinator_store import CoordinatorStore, Layout, Saved
 from bootstrap.registry import Registry
 from peer.errors import StateError, UserError
 from peer.files import hold_directory
@@ -133,6 +133,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The state of a peer that has run to its end."""
     state = tmp_path_factory.mktemp("finished")
     run(PLAN, make_learner=Halfway, state=state)
+    with StateDirectory(state / "replica-0") as directory:
+        directory.remember(
+            [RECORD]
+        )  # a run of milliseconds may be over before it remembers anybody
     return state / "replica-0"
 
 
@@ -322,6 +326,7 @@ cp -r {state}/. {state}.kept
 """
 
 
+@pytest.mark.slow
 def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     state, plan = tmp_path / "state", tmp_path / "plan.toml"
     state.mkdir()
@@ -412,7 +417,7 @@ def coordinate(plan: Plan, directory: Path) -> None:
         registry.save(directory)
     store, rows = CoordinatorStore(directory, plan), RoundRows(directory, plan)
     done = 0 if saved is None else saved.method.version
-    rounds = new_method(plan, LAYOUT) if saved is None else saved.method
+    rounds = new_method(plan, LAYOUT.size, LAYOUT.trainable) if saved is None else saved.method
     owners = {index: f"{index}" * 32 for index in range(4)}
     if saved is None:
         store.save(Saved(LAYOUT, rounds, owners, Standing({}), (0, 1, 2, 3)))
@@ -449,7 +454,9 @@ def opened(plan: Plan, directory: Path) -> tuple[Registry, Saved | None]:
     return registry, saved
 
 
-@pytest.mark.parametrize("method", ["cfl", "ifca", "fedavg"])
+@pytest.mark.parametrize(
+    "method", ["cfl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ifca", "fedavg"))]
+)
 def test_killed_before_any_file_operation_a_coordinator_goes_on(
     tmp_path: Path, method: str
 ) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from peer.errors import UserError
-from peer.learning.estimator_learner import KINDS
 from peer.learning.models import MODELS as TORCH_MODELS
-from peer.learning.names import DATA_SETS, MODELS
+from peer.learning.names import DATA_SETS, ESTIMATORS, MODELS
 from peer.learning.sources import SOURCES, load_dataset
 from peer.matching import registry
 from peer.plan import Plan
@@ -71,7 +70,7 @@ def test_shares_that_overlap_are_told_once(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_the_names_are_those_of_what_there_is() -> None:
-    assert set(MODELS) == {*TORCH_MODELS, *KINDS}
+    assert set(MODELS) == {*TORCH_MODELS, *ESTIMATORS}
     assert DATA_SETS.keys() < SOURCES.keys()
     assert len(load_dataset("digits", seed=0).train_y) == DATA_SETS["digits"]
     registry.method_names()

@@ -213,7 +213,10 @@ def test_what_is_a_scenario(tmp_path: Path) -> None:
 
 def test_those_that_ship() -> None:
     names = [own.name for own in shipped()]
-    assert names == ["coordinator", "drift", "partition-heals", "stragglers"]
+    assert names == [
+        "churn", "coordinator", "drift", "panm", "partition-heals", "slow-links", "sparse",
+        "stragglers",
+    ]  # fmt: skip
     for own in shipped():
         scenario = load(find(own.name))
         assert scenario.name == own.name

@@ -286,3 +286,58 @@ def test_one_coordinator_for_all_sets_the_pace(tmp_path: Path) -> None:
     # It is its four fetches at a time more than its connection.
     assert led > seconds("cfl") > 0.8 * led
     assert seconds("cfl", upload=50, download=50, latency=0) < 0.7 * led
+
+
+@pytest.mark.slow
+def test_peers_learn_as_well_as_if_they_knew_their_like(tmp_path: Path) -> None:
+    small = {"plan.n": 16, "plan.rounds": 24, "plan.partition.clusters": 2}
+    small |= {"plan.matching.l": 6, "plan.matching.k": 3}
+    scenario = load(find("panm")).changed(small)
+    accuracy = {}
+    for method in ("oracle", "panm-grad", "random"):
+        own = scenario.changed({"plan.method": method})
+        summary = run_scenario(own, tmp_path / method, workers=HERE, evaluate_every=24)
+        accuracy[method] = summary["accuracy_mean"]
+    assert summary["precision"] < 0.6
+    assert accuracy["panm-grad"] > accuracy["oracle"] - 0.01
+    assert accuracy["random"] < accuracy["panm-grad"] - 0.02
+
+
+@pytest.mark.slow
+def test_a_peer_must_reach_k_of_its_own(tmp_path: Path) -> None:
+    small = {"plan.n": 20, "plan.rounds": 20}
+    scenario = load(find("sparse")).changed(small)
+    found = {}
+    for degree in (4, 10):
+        own = scenario.changed({"topology.degree": degree})
+        summary = run_scenario(own, tmp_path / str(degree), workers=HERE, evaluate_every=20)
+        found[degree] = summary["precision"]
+    assert found[10] > 0.95
+    assert found[4] < 0.8
+
+
+@pytest.mark.slow
+def test_churn_costs_time_but_no_bag(tmp_path: Path) -> None:
+    stirred = load(find("churn"))
+    calm = Scenario.model_validate({**stirred.model_dump(), "script": []})
+    ends = [
+        run_scenario(own, tmp_path / str(place), workers=HERE, evaluate_every=40)
+        for place, own in enumerate((stirred, calm))
+    ]
+    assert ends[0]["virtual_s"] > 2 * ends[1]["virtual_s"]
+    assert ends[0]["precision"] > 0.95
+    assert ends[0]["accuracy_mean"] > ends[1]["accuracy_mean"] - 0.015
+
+
+@pytest.mark.slow
+def test_sketches_pay_where_links_are_slow(tmp_path: Path) -> None:
+    scenario = load(find("slow-links")).changed({"plan.rounds": 16})
+    ends = {}
+    for evidence in ("sketch", "exact"):
+        own = scenario.changed({"plan.matching.evidence": evidence})
+        ends[evidence] = run_scenario(own, tmp_path / evidence, workers=HERE, evaluate_every=16)
+    assert ends["exact"]["virtual_s"] > 2 * ends["sketch"]["virtual_s"]
+    assert ends["exact"]["bytes_received"] > 3 * ends["sketch"]["bytes_received"]
+    assert min(end["precision"] for end in ends.values()) == 1.0
+    accuracies = [end["accuracy_mean"] for end in ends.values()]
+    assert abs(accuracies[0] - accuracies[1]) < 0.015
