@@ -117,7 +117,6 @@ def test_peers_are_killed_and_leave_and_come_in_a_network_that_parts(tmp_path: P
     # Those that were away go on from what they had, or with the others where those are.
     assert rounds[1][:2] == [1, 2]
     assert rounds[2][:3] == [1, 2, 3]
-    assert min(rounds[7]) >= 5
     sides = [0] * 4 + [1] * 4
     # Each side goes on at its own pace: the faster one was in round 12 when all was healed.
     parted = [
