@@ -454,9 +454,8 @@ def opened(plan: Plan, directory: Path) -> tuple[Registry, Saved | None]:
     return registry, saved
 
 
-@pytest.mark.parametrize(
-    "method", ["cfl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ifca", "fedavg"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["cfl", "ifca", "fedavg"])
 def test_killed_before_any_file_operation_a_coordinator_goes_on(
     tmp_path: Path, method: str
 ) -> None:

@@ -174,6 +174,7 @@ def test_a_peer_that_stood_still_catches_up(federation: Start) -> None:
     assert longest_round(others) <= longest_allowed(plan)
 
 
+@pytest.mark.slow
 def test_a_peer_that_comes_back_when_all_have_left_finishes_alone(federation: Start) -> None:
     plan = small(n=2, rounds=20, network=NETWORK | {"request_timeout": 1.0})
     run = federation(plan)

@@ -232,6 +232,7 @@ async def test_own_address_among_the_given_is_skipped() -> None:
             await eventually(lambda: a.known() == [1] and b.known() == [0])
 
 
+@pytest.mark.slow
 async def test_partition_heals(
     context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from simulations.runs import Equipment
 from simulations.scenarios.learning import EngineLearning, Training
 from simulations.scenarios.pictures import moments
 from simulations.scenarios.runs import run_scenario
-from simulations.scenarios.scenario import Scenario, find, load
+from simulations.scenarios.scenario import Scenario, find, load, shipped
 from simulations.scenarios.sweep import Cell, make_cells, parse_grid, run_sweep
 from simulations.scenarios.virtual import VirtualFederation
 
@@ -194,8 +194,8 @@ def test_a_failing_run_ends_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_command_lists_shows_and_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert [line.split()[0] for line in simulate("list").splitlines()] == [
-        "coordinator", "drift", "partition-heals", "stragglers",
-    ]  # fmt: skip
+        own.name for own in shipped()
+    ]
     shown = simulate("show", "partition-heals", "--out", "picture.png").splitlines()
     assert "round 5      partition: 0-9 | 10-19" in shown
     assert "complete: 20 peers, 190 links, 19 to 19 a peer, connected" in shown
