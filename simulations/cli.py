@@ -36,6 +36,7 @@ class Backend(StrEnum):
     LABORATORY = "laboratory"
     ONE_PROCESS = "one-process"
     VIRTUAL = "virtual"
+    DOCKER = "docker"
 
 
 class Device(StrEnum):
@@ -137,7 +138,8 @@ def run(
         Backend | None,
         typer.Option(
             help="Real processes (for methods of peers among themselves, if not given), the "
-            "laboratory, its one-process reference, or the virtual network (for scenarios)."
+            "laboratory, its one-process reference, or for scenarios the virtual network (if not "
+            "given) or containers."
         ),
     ] = None,
     netns: Annotated[
@@ -175,8 +177,8 @@ def run(
         run_population,
         run_processes,
     )
-    from simulations.scenarios.commands import How
     from simulations.scenarios.commands import run as run_scenario
+    from simulations.scenarios.runs import Ground
     from simulations.scenarios.scenario import find, is_scenario
 
     import_methods(modules)
@@ -184,14 +186,11 @@ def run(
     if is_scenario(found := find(plan)):
         if backend is Backend.ONE_PROCESS:
             raise UserError("scenarios do not run by one-process", "leave out --backend")
-        how = How.PROCESSES if backend is Backend.PROCESSES else How.VIRTUAL
-        if netns:
-            how = How.NAMESPACES
+        grounds = {Backend.PROCESSES: Ground.PROCESSES, Backend.DOCKER: Ground.CONTAINERS}
+        ground = Ground.NAMESPACES if netns else None if backend is None else grounds.get(backend)
         if netns and backend not in (None, Backend.PROCESSES):
             raise UserError("--netns is for real processes", "use --backend processes")
-        if how is not How.VIRTUAL and (
-            exact or data or model or modules or device is not Device.CPU
-        ):
+        if ground is not None and (exact or data or model or modules or device is not Device.CPU):
             raise UserError(
                 "--exact, --data, --model, --import and --device are for the virtual network",
                 "leave out --backend",
@@ -201,11 +200,11 @@ def run(
             {f"plan.{key}": value for key, value in changes.items()},
             out,
             equipment=Equipment(False, exact, device.value, data, model, precision=precision.value),
-            how=how,
+            ground=ground,
             animate=animate,
         )
         return
-    if backend is Backend.VIRTUAL or animate or netns:
+    if backend in (Backend.VIRTUAL, Backend.DOCKER) or animate or netns:
         raise UserError(
             f"{plan} is a plan, not a scenario: there is no network to simulate",
             "docs/scenarios.md says how to make one of it",

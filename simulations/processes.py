@@ -41,6 +41,8 @@ from peer.rundir import (
 POLL_SECONDS = 0.2
 MEMORY_SECONDS = 3.0
 TAIL_LINES = 15
+PLAN = "plan.toml"
+"""The file of a federation's directory that holds its plan."""
 
 OnRow = Callable[[int, MetricRow], None]
 
@@ -85,16 +87,23 @@ class Worker:
         """Whether the process lives."""
         return self.process is not None and self.process.poll() is None
 
-    def start(self, stdin: int = subprocess.DEVNULL) -> None:
-        """Start the process, or start it again with the same state."""
+    @property
+    def pid(self) -> int | None:
+        """The id of the process whose memory counts, None where there is none."""
+        return self.process.pid if self.process is not None else None
+
+    def start(self, line: int | None = None) -> None:
+        """Start the process, or start it again with the same state. `line`: a descriptor for its
+        standard input and output; without one it has no input, and its output goes to the log.
+        """
         if self.running:
             raise FederationError(f"{self.name} is running already")
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command,
-                stdin=stdin,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL if line is None else line,
+                stdout=log if line is None else line,
+                stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
                 # A group of its own: Ctrl-C reaches the launcher only, which then ends all.
                 process_group=0,
@@ -163,10 +172,10 @@ class Federation:
         self.plan = plan
         self.directory = directory
         self.address = f"{host}:{free_port()}"
-        if (directory / "plan.toml").exists():
+        if (directory / PLAN).exists():
             raise UserError(f"{directory} holds an earlier federation", "name another directory")
         directory.mkdir(parents=True, exist_ok=True)
-        plan_file = directory / "plan.toml"
+        plan_file = directory / PLAN
         plan_file.write_text(plan.to_toml(), encoding="utf-8")
         self.bootstrap = self._worker(
             "bootstrap",
@@ -357,9 +366,9 @@ class Federation:
 
     def _sample_memory(self) -> None:
         total = sum(
-            worker.memory.sample(worker.process.pid)
+            worker.memory.sample(pid)
             for worker in (self.bootstrap, *self.peers)
-            if worker.process is not None and worker.running
+            if worker.running and (pid := worker.pid) is not None
         )
         self._peak_total = max(self._peak_total, total)
 

@@ -1,18 +1,20 @@
 """A peer of a scenario as a process of its own: a real peer in the surroundings of its scenario.
 
 `python -m simulations.scenarios.actor` is started by `simulations.scenarios.real` alone. Its
-standard input is a socket to the director (see `simulations.scenarios.cues`); when that is gone,
-so is the peer.
+standard input and output are its line to the director (see `simulations.scenarios.cues`), a socket
+or what a container has in its place; when the input ends, so does the peer.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
-import socket
+import sys
 import time
 from concurrent.futures import Future
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,32 +48,30 @@ class DirectorLine:
         self.go: Go | None = None
         self._links = links
         self._conditions = conditions
-        self._loop = asyncio.get_running_loop()
-        self._writer: asyncio.StreamWriter | None = None
         self._answer: Future[Go] = Future()
 
     async def listen(self) -> None:
         """Follow the director; when it is gone the process ends as after SIGTERM."""
-        line = socket.socket(fileno=0)
-        reader, self._writer = await asyncio.open_connection(sock=line)
-        while text := await reader.readline():
-            word = Word.model_validate_json(text)
-            if word.network is not None:
-                self._enter(word.network)
-            if word.go is not None:
-                self._answer.set_result(word.go)
+        reader = asyncio.StreamReader()
+        input_, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+        )
+        with closing(input_):
+            while text := await reader.readline():
+                word = Word.model_validate_json(text)
+                if word.network is not None:
+                    self._enter(word.network)
+                if word.go is not None:
+                    self._answer.set_result(word.go)
         signal.raise_signal(signal.SIGTERM)
 
     def begin(self, begin: Begin) -> Go:
         """Tell the director which round begins, and return its word; called off the event loop."""
         self._answer = Future()
-        self._loop.call_soon_threadsafe(self._tell, begin)
+        with suppress(OSError):  # a director that is gone is found out by the end of the input
+            os.write(sys.stdout.fileno(), begin.model_dump_json().encode() + b"\n")
         self.go = self._answer.result()
         return self.go
-
-    def _tell(self, begin: Begin) -> None:
-        assert self._writer is not None, "rounds begin after the line was opened"
-        self._writer.write(begin.model_dump_json().encode() + b"\n")
 
     def _enter(self, network: Network) -> None:
         self._links.sides = network.sides
@@ -198,6 +198,7 @@ def main() -> None:
     parser.add_argument("--index", type=int, required=True)
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--listen", default="127.0.0.1:0")
+    parser.add_argument("--advertise")
     parser.add_argument("--emulate", default="")
     given = parser.parse_args()
     configure_logging()
@@ -208,6 +209,7 @@ def main() -> None:
         index=given.index,
         state=given.state,
         listen=given.listen,
+        advertise=given.advertise,
         insecure=True,
     )
     aspects = frozenset(Aspect(name) for name in given.emulate.split(",") if name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +26,16 @@ from simulations.demo import comparison_table
 from simulations.figures import save
 from simulations.report import write_report
 from simulations.runs import Equipment
+from simulations.scenarios.runs import Ground, run_real, run_scenario
 from simulations.scenarios.runs import calibrate as measure_speeds
-from simulations.scenarios.runs import run_real, run_scenario
 from simulations.scenarios.scenario import Scenario, load, shipped
 from simulations.scenarios.sweep import parse_grid, run_sweep, sweep_table, write_csv
 from simulations.scenarios.topology import describe_graph
 
+PARTITIONS = {Ground.NAMESPACES: "nftables'", Ground.CONTAINERS: "Docker's networks"}
+"""Whose the partitions are, where they are not emulated."""
 OVERRUN = 0.02
 """Share of a run by which trainings may take too long before it is worth a word."""
-
-
-class How(StrEnum):
-    """What a scenario is run on."""
-
-    VIRTUAL = "virtual network"
-    PROCESSES = "real processes"
-    NAMESPACES = "network namespaces"
 
 
 def run(
@@ -51,10 +44,13 @@ def run(
     out: Path | None,
     *,
     equipment: Equipment,
-    how: How,
+    ground: Ground | None,
     animate: bool,
 ) -> None:
-    """Run the scenario of a file, print what came of it, and draw it."""
+    """Run the scenario of a file, print what came of it, and draw it.
+
+    `ground`: what real peers are, None for the virtual network.
+    """
     scenario = load(path).changed(changes)
     out = out or Path("runs") / f"{scenario.name}-{scenario.plan.method}"
     console = Console(highlight=False)
@@ -63,15 +59,16 @@ def run(
         task = progress.add_task("", total=scenario.plan.rounds * scenario.plan.n)
 
         def show(row: MetricRow) -> None:
-            progress.update(task, advance=1, description=_passed(row, how))
+            progress.update(task, advance=1, description=_passed(row, virtual=ground is None))
 
-        if how is How.VIRTUAL:
+        if ground is None:
             summary = run_scenario(scenario, out, equipment=equipment, progress=show)
         else:
             end_by_exception()
-            summary = run_real(scenario, out, netns=how is How.NAMESPACES, progress=show)
-    console.print(comparison_table([(how.value, summary)]))
-    console.print(_account(summary))
+            summary = run_real(scenario, out, ground=ground, progress=show)
+    where = "virtual network" if ground is None else ground.value
+    console.print(comparison_table([(where, summary)]))
+    console.print(_account(summary, ground))
     print(f"Summary:  {out / SUMMARY}")
     print(f"Report:   {write_report(out, animate=animate)[0]}")
 
@@ -93,11 +90,11 @@ def calibrate(path: Path, changes: Mapping[str, Any]) -> None:
     )
 
 
-def _passed(row: MetricRow, how: How) -> str:
-    return f"{row.time:.1f} virtual s" if how is How.VIRTUAL else f"round {row.t}"
+def _passed(row: MetricRow, *, virtual: bool) -> str:
+    return f"{row.time:.1f} virtual s" if virtual else f"round {row.t}"
 
 
-def _account(summary: Mapping[str, Any]) -> str:
+def _account(summary: Mapping[str, Any], ground: Ground | None) -> str:
     """Say how long a run took and what it moved."""
     moved = f"sent {human_bytes(summary['bytes_sent'])}"
     left_out = f"left out {summary['missing']} times"
@@ -108,8 +105,8 @@ def _account(summary: Mapping[str, Any]) -> str:
     text = f"Time: {summary['real_s']:.1f} s; {moved}; {left_out}\nEmulated: {emulated}"
     if "bandwidth" not in summary["emulated"]:
         text += "; bandwidth is tbf's"
-    if "partition" not in summary["emulated"]:
-        text += "; partitions are nftables'"
+    if ground in PARTITIONS:
+        text += f"; partitions are {PARTITIONS[ground]}"
     if summary["overrun_s"] > OVERRUN * summary["real_s"]:
         text += (
             f"\nThis machine is too slow for the scenario: one peer trained for "

@@ -21,9 +21,10 @@ from typing import Any
 
 from peer.merit import precision, recall
 from peer.rundir import MetricRow, TopologyRow
-from simulations.processes import Federation, OnRow
+from simulations.processes import PLAN, Federation, OnRow
 from simulations.runs import START_SECONDS
 from simulations.scenarios.clock import Clock
+from simulations.scenarios.containers import Containers
 from simulations.scenarios.cues import Begin, Degraded, Go, Network, Word
 from simulations.scenarios.director import Director
 from simulations.scenarios.emulation import Aspect
@@ -54,20 +55,17 @@ class Role:
 class RealFederation(Federation):
     """Runs a scenario as one bootstrap process and n peer processes under `directory`.
 
-    Used as a `Federation` is. Process i is peer i. With `namespaces`, which must have been entered,
-    each lives in one of its own; `emulated` is what of the network they do not do.
+    Used as a `Federation` is. Process i is peer i. With `grounds`, namespaces or containers which
+    must have been entered, each lives in one of its own; `emulated` is what of the network they do
+    not do.
     """
 
     def __init__(
-        self, scenario: Scenario, directory: Path, namespaces: Namespaces | None = None
+        self, scenario: Scenario, directory: Path, grounds: Namespaces | Containers | None = None
     ) -> None:
-        file = directory.resolve() / SCENARIO
-        self.emulated = frozenset(Aspect)
-        if namespaces is not None:
-            even = has_access_rates(scenario)
-            self.emulated = frozenset(
-                {Aspect.LATENCY} if even else {Aspect.LATENCY, Aspect.BANDWIDTH}
-            )
+        directory = directory.resolve()
+        file = directory / SCENARIO
+        self.emulated = left_to_emulation(scenario, grounds)
         flags = ["--scenario", str(file), "--emulate", ",".join(sorted(self.emulated))]
         super().__init__(
             scenario.plan,
@@ -75,18 +73,19 @@ class RealFederation(Federation):
             module="simulations.scenarios.actor",
             peer_flags=flags,
             one_peer_flags={i: ["--index", str(i)] for i in range(scenario.plan.n)},
-            # The namespaces are reached by nobody but those in them.
-            bootstrap_flags=[] if namespaces is None else ["--insecure"],
-            host="127.0.0.1" if namespaces is None else namespaces.host,
+            # Namespaces and containers are reached by nobody but those in them.
+            bootstrap_flags=[] if grounds is None else ["--insecure"],
+            host="127.0.0.1" if grounds is None else grounds.host,
         )
-        self._namespaces = namespaces
+        self._grounds = grounds
         self._conditions = scenario.conditions()
-        if namespaces is not None:
-            self.bootstrap.command = namespaces.command(None, self.bootstrap.command)
-            for i, worker in enumerate(self.peers):
-                listen = ["--listen", f"{namespaces.addresses[i]}:0"]
-                worker.command = namespaces.command(i, [*worker.command, *listen])
         file.write_text(scenario.to_toml(), encoding="utf-8")
+        match grounds:
+            case Namespaces():
+                self._enter_namespaces(grounds)
+            case Containers():
+                graph = getattr(scenario.topology, "file", None)
+                self._enter_containers(grounds, [file] if graph is None else [file, graph])
         self.scenario = scenario
         self.clock = Clock()
         self._director = Director(scenario, self, self.clock)
@@ -110,6 +109,22 @@ class RealFederation(Federation):
             for i, own in enumerate(scenario.equipment)
             if own.attack is not None
         ]
+
+    def _enter_namespaces(self, namespaces: Namespaces) -> None:
+        self.bootstrap.command = namespaces.command(None, self.bootstrap.command)
+        for i, worker in enumerate(self.peers):
+            listen = ["--listen", f"{namespaces.addresses[i]}:0"]
+            worker.command = namespaces.command(i, [*worker.command, *listen])
+
+    def _enter_containers(self, containers: Containers, readable: Sequence[Path]) -> None:
+        # Nobody can listen at a name, and a container's addresses change with its networks.
+        port = self.address.rpartition(":")[2]
+        self.bootstrap.command += ["--listen", f"0.0.0.0:{port}"]
+        plan = self.directory / PLAN
+        self.bootstrap = containers.house(self.bootstrap, containers.host, readable=[plan])
+        for i, (worker, name) in enumerate(zip(self.peers, containers.names, strict=True)):
+            worker.command += ["--listen", "0.0.0.0:0", "--advertise", name]
+            self.peers[i] = containers.house(worker, name, readable=readable)
 
     # The federation
 
@@ -195,8 +210,8 @@ class RealFederation(Federation):
 
     def part(self, sides: Sequence[int]) -> None:
         """Peers of different sides [n] no longer reach each other."""
-        if self._namespaces is not None:
-            self._namespaces.part(sides)
+        if self._grounds is not None:
+            self._grounds.part(sides[: self.plan.n])
         self._change(self._network.model_copy(update={"sides": tuple(sides)}))
 
     def heal(self) -> None:
@@ -245,7 +260,7 @@ class RealFederation(Federation):
                 worker.kill()
         here, there = socket.socketpair()
         with there:
-            worker.start(stdin=there.fileno())
+            worker.start(line=there.fileno())
         here.setblocking(False)
         role.line, role.said = here, b""
         self._selector.register(here, selectors.EVENT_READ, i)
@@ -301,11 +316,11 @@ class RealFederation(Federation):
 
     def _limit(self) -> None:
         """Give every namespace its rates, where they are not emulated."""
-        if self._namespaces is None or Aspect.BANDWIDTH in self.emulated:
+        if not isinstance(self._grounds, Namespaces) or Aspect.BANDWIDTH in self.emulated:
             return
         for i in range(self.plan.n):
             up, down = access_rates(self._conditions, self.scenario, i)
-            self._namespaces.limit(i, min(up, default=math.inf), min(down, default=math.inf))
+            self._grounds.limit(i, min(up, default=math.inf), min(down, default=math.inf))
 
     def _change(self, network: Network) -> None:
         self._network = network
@@ -323,6 +338,19 @@ class RealFederation(Federation):
             self._selector.unregister(role.line)
             role.line.close()
             role.line = None
+
+
+def left_to_emulation(
+    scenario: Scenario, grounds: Namespaces | Containers | None
+) -> frozenset[Aspect]:
+    """Return what of a scenario's network the grounds of its peers do not do."""
+    match grounds:
+        case None:
+            return frozenset(Aspect)
+        case Namespaces() if has_access_rates(scenario):
+            return frozenset({Aspect.LATENCY})
+        case _:
+            return frozenset({Aspect.LATENCY, Aspect.BANDWIDTH})
 
 
 def access_rates(

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from enum import StrEnum
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +35,15 @@ SCENARIO = "scenario.toml"
 
 LIMITLESS = 1e9
 """Samples a second that no machine trains."""
+
+
+class Ground(StrEnum):
+    """What the real peers of a scenario are."""
+
+    PROCESSES = "real processes"
+    NAMESPACES = "network namespaces"
+    CONTAINERS = "containers"
+
 
 Progress = Callable[[MetricRow], None]
 """Told every round that a peer finishes."""
@@ -106,26 +116,34 @@ def make_federation(
 
 
 def run_real(
-    scenario: Scenario, out: Path, *, netns: bool = False, progress: Progress | None = None
+    scenario: Scenario,
+    out: Path,
+    *,
+    ground: Ground = Ground.PROCESSES,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Run `scenario` on real processes of this machine; return the summary of the run in `out`.
 
-    `netns`: each in a network namespace of its own, which takes root.
     An earlier run in `out` is replaced. Logs and the state of every process stay in
     `out`/processes, those of a failed run too. Rows have seconds since the beginning as their time.
     Beside the usual figures the summary has `real_s`, the end of the last round, and what
     `RealFederation.told` adds. Raises FederationError when a process fails, UserError before any
     starts when none could run the plan.
     """
+    from simulations.scenarios.containers import Containers
     from simulations.scenarios.namespaces import Namespaces
     from simulations.scenarios.real import RealFederation
 
     plan = scenario.plan
     check_plan(plan)
-    namespaces = Namespaces(plan.n) if netns else None
+    made: Namespaces | Containers | None = None
+    if ground is Ground.NAMESPACES:
+        made = Namespaces(plan.n)
+    elif ground is Ground.CONTAINERS:
+        made = Containers(plan.n)
     clear_run(out)
-    with namespaces or nullcontext():
-        federation = RealFederation(scenario, out / PROCESSES, namespaces)
+    with made or nullcontext():
+        federation = RealFederation(scenario, out / PROCESSES, made)
         with federation:
             federation.play(lambda _, row: progress(row) if progress is not None else None)
     summary = federation.collect(out)

@@ -239,7 +239,7 @@ def _with_files(table: dict[str, Any], path: Path, text: str) -> dict[str, Any]:
             raise UserError(f"{path}, line {line}: plan: {error.message}", error.hint) from None
     topology = table.get("topology")
     if isinstance(topology, dict) and isinstance(topology.get("file"), str):
-        topology["file"] = str(path.parent / topology["file"])
+        topology["file"] = str(path.parent.absolute() / topology["file"])
     return table
 
 

@@ -4,49 +4,30 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from compose import BUILD_SECONDS, compose
 
 from peer.rundir import merge
 
-ROOT = Path(__file__).parents[2]
 PEERS = 8
-BUILD_SECONDS = 900
 RUN_SECONDS = 300
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(BUILD_SECONDS + RUN_SECONDS + 120)]
-
-
-def compose_command() -> list[str]:
-    """Return the compose command of this machine: $COMPOSE_CMD, version 2's, or version 1's."""
-    if "COMPOSE_CMD" in os.environ:
-        return os.environ["COMPOSE_CMD"].split()
-    probe = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
-    return ["docker", "compose"] if probe.returncode == 0 else ["docker-compose"]
 
 
 class Project:
     """One compose project under a name of its own."""
 
     def __init__(self, name: str) -> None:
-        self.command = [*compose_command(), "--project-name", name]
+        self.name = name
 
     def run(self, *arguments: str, timeout: float = 120) -> str:
-        done = subprocess.run(
-            [*self.command, *arguments],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-        assert done.returncode == 0, f"{arguments}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
-        return done.stdout
+        return compose("--project-name", self.name, *arguments, timeout=timeout)
 
     def containers(self, service: str) -> list[str]:
         """Return the ids of a service's containers, ended ones included."""
@@ -65,11 +46,7 @@ def states(containers: list[str]) -> list[dict[str, object]]:
 
 
 @pytest.fixture
-def project() -> Iterator[Project]:
-    if shutil.which("docker") is None:
-        pytest.skip("no docker command")
-    if subprocess.run(["docker", "info"], capture_output=True, check=False).returncode:
-        pytest.skip("no Docker engine answers")
+def project(image: None) -> Iterator[Project]:
     project = Project(f"panmesh-test-{os.getpid()}")
     try:
         yield project
@@ -78,7 +55,6 @@ def project() -> Iterator[Project]:
 
 
 def test_eight_containers_find_their_clusters(project: Project, tmp_path: Path) -> None:
-    project.run("build", timeout=BUILD_SECONDS)
     project.run("up", "--detach", "--scale", f"peer={PEERS}", timeout=RUN_SECONDS)
     peers = project.containers("peer")
     assert len(peers) == PEERS
@@ -98,7 +74,6 @@ def test_eight_containers_find_their_clusters(project: Project, tmp_path: Path) 
 
 
 def test_containers_are_contained(project: Project) -> None:
-    project.run("build", timeout=BUILD_SECONDS)
     project.run("up", "--detach", "--scale", "peer=1", timeout=RUN_SECONDS)
     for service in ("bootstrap", "peer"):
         (container,) = project.containers(service)

@@ -16,7 +16,7 @@ from peer.rundir import MetricRow, TopologyRow, read_metrics, read_topology
 from simulations.cli import app
 from simulations.runs import Equipment
 from simulations.scenarios.namespaces import TOOLS
-from simulations.scenarios.runs import calibrate, run_real, run_scenario
+from simulations.scenarios.runs import Ground, calibrate, run_real, run_scenario
 from simulations.scenarios.scenario import Scenario, load
 
 POSSIBLE = os.geteuid() == 0 and all(map(shutil.which, TOOLS))
@@ -143,7 +143,8 @@ def test_twelve_peers_take_as_long_as_on_the_virtual_network(tmp_path: Path, net
     scenario = make_scenario([], tables, **changes)
     speed = min(calibrate(scenario).slowest / 2, SLOW_ENOUGH)
     scenario = scenario.changed({"peers.speed": speed})
-    real = run_real(scenario, tmp_path / "real", netns=netns)
+    ground = Ground.NAMESPACES if netns else Ground.PROCESSES
+    real = run_real(scenario, tmp_path / "real", ground=ground)
     virtual = run_scenario(
         scenario, tmp_path / "virtual", equipment=Equipment(exact=True), workers=0
     )
