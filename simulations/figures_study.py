@@ -214,7 +214,7 @@ def _draw_theories(axes: Axes, groups: Sequence[Group], measure: Measure) -> Non
         draw_theory(axes, getattr(theory, measure))
     if found:
         mark = theory_mark(f"{' and '.join(sorted(found))} in theory")
-        axes.legend(handles=[mark], loc="center right", handlelength=1.8)
+        axes.legend(handles=[mark], loc="best", handlelength=1.8)
 
 
 def _grid(

@@ -225,7 +225,10 @@ def _text(path: Path) -> str:
             raise UserError(f"{path} is too long to be a scenario: over {MAX_BYTES} bytes")
         return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the scenario {path}: {error}") from None
+        raise UserError(
+            f"cannot read the scenario {path}: {error}",
+            "give a file, or the name of one that ships (simulate list)",
+        ) from None
 
 
 def _with_files(table: dict[str, Any], path: Path, text: str) -> dict[str, Any]:

@@ -207,8 +207,9 @@ def test_what_is_a_scenario(tmp_path: Path) -> None:
     assert not is_scenario(write(tmp_path, "n = 4\n"))
     assert not is_scenario(write(tmp_path, "n = = 4\n"))
     assert not is_scenario(tmp_path / "nowhere.toml")
-    with pytest.raises(UserError, match="cannot read the scenario"):
+    with pytest.raises(UserError, match="cannot read the scenario") as refused:
         load(tmp_path / "nowhere.toml")
+    assert "simulate list" in refused.value.hint
 
 
 def test_those_that_ship() -> None:
