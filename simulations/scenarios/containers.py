@@ -40,15 +40,22 @@ class Container(Worker):
     signals, input and output on."""
 
     container: str
+    first_process: int = 0
+    """Its id, 0 until it is known: every question takes the engine's time."""
 
     @property
     def pid(self) -> int | None:
         """The container's first process, as the engine's machine numbers it."""
-        try:
-            number = int(_docker("inspect", "--format", "{{.State.Pid}}", self.container))
-        except FederationError:
-            return None
-        return number or None
+        if not self.first_process:
+            form = "{{.State.Pid}}"
+            with suppress(FederationError):
+                self.first_process = int(_docker("inspect", "--format", form, self.container))
+        return self.first_process or None
+
+    def start(self, line: int | None = None) -> None:
+        """Start the container, or start it again with the same state, on the same networks."""
+        self.first_process = 0
+        super().start(line)
 
     def kill(self) -> None:
         """Kill what runs in the container, and wait until it is gone."""

@@ -1,5 +1,7 @@
 """A scenario on real peer processes: the launcher's federation, and its script carried out.
 
+The processes share this machine's loopback, or each is in a namespace or a container of its own.
+
 Time begins when all who are there at the beginning are about to train for round 1. Every round of a
 peer begins on the director's word, so that what the script has for that round happens first, as on
 the virtual network. Killing is SIGKILL.
