@@ -20,7 +20,12 @@ from simulations.scenarios.runs import Ground, run_real
 from simulations.scenarios.scenario import Scenario, find, load
 
 RUN_SECONDS = 600
-COMMAND = "from simulations.cli import main; main()"
+COMMAND = """
+import signal
+from simulations.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+main()
+"""
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(BUILD_SECONDS + RUN_SECONDS)]
 
