@@ -454,8 +454,10 @@ class Plan(_Table):
         """Read a plan file. Raises UserError when it cannot be read or is not a plan."""
         try:
             text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read the plan {path}: {error}") from None
+        except OSError as error:
+            raise UserError(f"cannot read the plan {path}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise UserError(f"cannot read the plan {path}: it is no text") from None
         return cls.from_toml(text, source=str(path))
 
 

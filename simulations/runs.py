@@ -6,7 +6,7 @@ import hashlib
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from pydantic import ValidationError
 
 from peer.display import FederationView
-from peer.errors import UserError
+from peer.errors import FederationError, UserError
 from peer.learning.names import CUSTOM, OWN
 from peer.matching.registry import CENTRAL
 from peer.plan import CentralPlan, CflPlan, DefencePlan, MatchingPlan, Plan, describe
@@ -87,8 +87,9 @@ def clear_run(out: Path) -> None:
 def run_processes(plan: Plan, out: Path, *, peers: int | None = None) -> dict[str, Any]:
     """Run `plan` by real processes with a live table; return the summary of the run in `out`.
 
-    Logs and the state of every process stay in `out`/processes, those of a failed run too. Raises
-    FederationError when a process fails, UserError before any starts when none could run the plan.
+    Logs and the state of every process stay in `out`/processes, those of a failed run too; after
+    Ctrl-C `out` holds the rounds until then. Raises FederationError when a process fails, UserError
+    before any starts when none could run the plan.
     """
     check_plan(plan, central=True)
     if plan.data == OWN or plan.model == CUSTOM:
@@ -99,8 +100,13 @@ def run_processes(plan: Plan, out: Path, *, peers: int | None = None) -> dict[st
     clear_run(out)
     timeout = START_SECONDS + ROUND_SECONDS * plan.rounds
     federation = Federation(plan, out / PROCESSES, peers=peers)
-    with federation, FederationView(plan) as view:
-        federation.wait(timeout, on_row=lambda _, row: view.update(row))
+    try:
+        with federation, FederationView(plan) as view:
+            federation.wait(timeout, on_row=lambda _, row: view.update(row))
+    except KeyboardInterrupt:
+        with suppress(FederationError):  # ended before anybody had finished a round
+            federation.collect(out)
+        raise
     return federation.collect(out)
 
 

@@ -37,6 +37,18 @@ class Budget:
         self.exhausted = False
         """Whether there was too little left of it for the last round that was asked for."""
 
+    def check(self, rate: float, steps: int) -> None:
+        """Raise UserError when nothing is spent yet and there is too little for a first round of
+        so many steps on samples drawn with probability `rate`."""
+        assert self._plan.noise is not None
+        needed = self._epsilon([Spent(self._plan.noise, rate, steps)])
+        if not self.spent and needed > self._plan.epsilon:
+            raise UserError(
+                f"privacy.epsilon = {self._plan.epsilon:g} is too little: one round spends "
+                f"{needed:.2f}, and nothing would ever be learned",
+                "more samples a peer, smaller batches, fewer epochs or more noise spend less",
+            )
+
     def spend(self, rate: float, steps: int) -> bool:
         """Book steps on samples drawn with probability `rate`, if there is enough left for all."""
         assert self._plan.noise is not None

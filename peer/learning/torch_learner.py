@@ -21,7 +21,7 @@ from peer.learning.budget import Budget
 from peer.learning.learner import Entry, Manifest, Scores, Vector
 from peer.learning.models import GLOBAL_RNG
 from peer.learning.partition import PeerData
-from peer.learning.privacy import PrivateSgd
+from peer.learning.privacy import PrivateSgd, Sampling
 from peer.learning.schedule import batches, epoch_orders, held_out, learning_rate, loss_sample
 from peer.plan import Plan
 from peer.randomness import Purpose, integer_seed
@@ -82,6 +82,7 @@ class TorchLearner:
         self._private: PrivateSgd | None = None
         if plan.privacy.acts:
             self._budget = budget or Budget(plan.privacy)
+            self._budget.check(*Sampling.of(plan, self.samples))
             self._private = PrivateSgd(self._module, plan, index, self.samples)
 
     @property

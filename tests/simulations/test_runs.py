@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from importlib.resources import files
 from pathlib import Path
 
@@ -61,6 +64,28 @@ def test_the_reference_leaves_a_run_directory(tmp_path: Path) -> None:
     )
     assert summary["bytes_sent"] == sum(row.payload_received for row in rows[4:])
     assert all(len(row.neighbours) == 1 for row in read_topology(tmp_path / "run"))
+
+
+def test_ctrl_c_keeps_the_rounds_until_then(tmp_path: Path) -> None:
+    plan, out = tmp_path / "plan.toml", tmp_path / "run"
+    changes = {"n": 2, "rounds": 5000, "method": "random"}
+    plan.write_text(Plan.model_validate(PLAN.model_dump() | changes).to_toml())
+    code = "from simulations.cli import main; main()"
+    arguments = ["run", str(plan), "--backend", "processes", "--out", str(out)]
+    running = subprocess.Popen([sys.executable, "-c", code, *arguments], start_new_session=True)
+    try:
+        rows = [out / "processes" / f"peer-{i}" / "metrics.jsonl" for i in range(2)]
+        deadline = time.monotonic() + 50
+        while not all(path.exists() and path.stat().st_size for path in rows):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.killpg(running.pid, signal.SIGINT)
+        assert running.wait(30) == 130
+    finally:
+        running.kill()
+    assert {row.index for row in read_metrics(out)} == {0, 1}
+    assert json.loads((out / "summary.json").read_text())["rounds"] >= 1
+    assert not simulate("report", str(out)).returncode
 
 
 def test_a_comparison_has_a_summary_and_a_curve_of_each_method(tmp_path: Path) -> None:

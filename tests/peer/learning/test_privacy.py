@@ -133,6 +133,7 @@ def test_without_noise_to_speak_of_and_with_all_samples_it_is_sgd() -> None:
     expected = torch.cat([p.detach().flatten() for p in net.parameters()]).numpy()
     budget = Budget(PrivacyPlan(), ())
     budget.spend = lambda *_: True  # type: ignore[method-assign]
+    budget.check = lambda *_: None  # type: ignore[method-assign]
     found = learner(told, budget=budget)
     np.testing.assert_allclose(found.fit(found.initial(), 1), expected, atol=1e-4)
 
@@ -170,6 +171,15 @@ def test_the_budget_is_never_exceeded_and_outlives_a_restart() -> None:
     grown.spend(0.025, 1)
     assert grown.spent == [*budget.spent, Spent(1.0, 0.025, 1)]
     assert grown.epsilon > budget.epsilon
+
+
+def test_a_budget_that_allows_no_round_is_refused() -> None:
+    with pytest.raises(UserError, match="is too little: one round spends") as caught:
+        learner(plan(epsilon=0.5))
+    assert "fewer epochs" in caught.value.hint
+    spent = Budget(plan(epsilon=100.0).privacy)
+    assert spent.spend(0.25, 8)
+    learner(plan(epsilon=0.5), budget=Budget(plan(epsilon=0.5).privacy, spent.spent))
 
 
 def test_training_stops_at_the_budget() -> None:
