@@ -116,6 +116,7 @@ def test_an_estimator_is_exported_as_weights_only(tmp_path: Path) -> None:
         result.export(tmp_path / "model.pt2")
 
 
+@pytest.mark.slow
 def test_the_command_exports_and_predicts_files_of_all_kinds(
     learned: Result, digits: tuple[Images, npt.NDArray[np.int64]], tmp_path: Path
 ) -> None:

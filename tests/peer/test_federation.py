@@ -108,6 +108,7 @@ def test_sigterm_ends_a_peer_that_trains_and_the_others_know_at_once(tmp_path: P
         goes.kill()
 
 
+@pytest.mark.slow
 def test_the_bootstrap_node_is_needed_to_meet_only(federation: Start) -> None:
     """It dies; two peers that die too meet again all the same; it returns; a late one joins."""
     # Rounds enough for the late one to be there before the others are done.
@@ -142,6 +143,7 @@ def test_the_bootstrap_node_is_needed_to_meet_only(federation: Start) -> None:
         assert f"peer {other} joined" in life or f"peer {other} moved" in life
 
 
+@pytest.mark.slow
 def test_all_killed_at_once_go_on_together(federation: Start) -> None:
     """As after a power cut; not even the bootstrap node comes back to tell where the others are."""
     plan = small(n=3, rounds=30)
@@ -159,6 +161,7 @@ def test_all_killed_at_once_go_on_together(federation: Start) -> None:
         assert all(choices(worker)[later].neighbours for later in range(max(last) + 1, 31))
 
 
+@pytest.mark.slow
 def test_a_peer_that_stood_still_catches_up(federation: Start) -> None:
     """As a laptop that was closed: taken for dead, it wakes up far behind."""
     plan = small(n=3, rounds=60)
@@ -188,6 +191,7 @@ def test_a_peer_that_comes_back_when_all_have_left_finishes_alone(federation: St
     assert [row.t for row in rows(victim)] == list(range(1, 21))
 
 
+@pytest.mark.slow
 def test_a_lockstep_federation_repeats_exactly(federation: Start) -> None:
     plan = small(n=3, rounds=10, matching={"l": 1, "k": 1, "t1": 5, "tau": 2})
 

@@ -632,6 +632,7 @@ async def forging(request: Request, reply: Reply, chunks: list[bytes]) -> Messag
     return await honest(request, reply, chunks)
 
 
+@pytest.mark.slow
 def test_one_that_lives_but_never_delivers_costs_one_round_timeout(tmp_path: Path) -> None:
     """And no more, for being slow is no offence; one that forges is left out after two rounds."""
     misdeeds = [stalls(silent), stalls(busy), stalls(late), honest, honest, forging]

@@ -66,6 +66,7 @@ def test_the_reference_leaves_a_run_directory(tmp_path: Path) -> None:
     assert all(len(row.neighbours) == 1 for row in read_topology(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_rounds_until_then(tmp_path: Path) -> None:
     plan, out = tmp_path / "plan.toml", tmp_path / "run"
     changes = {"n": 2, "rounds": 5000, "method": "random"}
