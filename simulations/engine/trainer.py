@@ -117,7 +117,7 @@ class StackTrainer:
     ) -> None:
         """Run the clients' schedules, the longest first.
 
-        [choice] Momentum starts at zero every round, as on a device.
+        As on a device (`TorchLearner.fit`), momentum starts at zero every round.
         """
         training, device = self._plan.training, models.device
         lr = learning_rate(self._plan, t)

@@ -619,7 +619,7 @@ class CoordinatedFederation(Federation[CoordinatedPeer]):
 
     def _arrive(self, message: Message) -> None:
         peer, size = message.peer, message.size
-        # [choice] What is under way is lost when a process ends: connections end with it.
+        # As among peers (`VirtualFederation`), what is under way is lost when a process ends.
         if message.life != self._life(peer) or not self.world.reaches(peer.index, self.centre):
             self.lost += size
             self._lose(message)
