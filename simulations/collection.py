@@ -187,8 +187,9 @@ def _asked(run: Run, key: str) -> bool:
 def _varied(runs: Sequence[Run]) -> dict[str, set[str]]:
     """Return the methods that vary each key, for the keys that any of them does."""
     values: dict[str, dict[str, set[str]]] = {}
+    keys = {key for run in runs for key in run.keys} - NO_LABELS
     for run in runs:
-        for key in {key for own in runs for key in own.keys} - NO_LABELS:
+        for key in keys:
             if _asked(run, key):
                 by_method = values.setdefault(key, {})
                 by_method.setdefault(run.plan.method, set()).add(run.keys.get(key, ""))

@@ -69,10 +69,10 @@ def over_time(
         times = np.linspace(times[0], times[-1], points)
     accuracy = np.full((len(times), n), np.nan)
     payload = np.zeros(len(times))
-    for i in range(n):
-        own = [row for row in judged if row.index == i]
-        if not own:
-            continue
+    by_peer: dict[int, list[MetricRow]] = {}
+    for row in judged:
+        by_peer.setdefault(row.index, []).append(row)
+    for i, own in sorted(by_peer.items()):
         place = np.searchsorted([row.time - began for row in own], times, side="right") - 1
         there = place >= 0
         values = np.array([row.accuracy for row in own], dtype=np.float64)

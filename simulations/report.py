@@ -1,8 +1,8 @@
 """`simulate report`: pictures, tables and a page of what a directory holds.
 
 That is a run directory, the state directories of its peers, or the directory of a comparison, a
-sweep or a paper's table. In it, `plots/` has the pictures, `report.csv`, `rounds.csv` and
-`report.tex` the tables, and `report.html` everything.
+sweep or a paper's table. In it, `plots/` has the pictures, `rounds.csv`, `report.tex` and, of many
+runs, `report.csv` the tables, and `report.html` everything.
 """
 
 from __future__ import annotations

@@ -80,6 +80,8 @@ class Engine:
         dataset = load_dataset(data or plan.data, seed=plan.seed, classes=plan.classes)
         shares = Shares.deal(dataset, plan, holdings)
         mixed = precision == "bfloat16"
+        if mixed and plan.privacy.acts:
+            raise UserError("gradients by sample are in float32 only", "leave out --precision")
         self.manifest, initial, stack = _describe(plan, dataset, model, device, mixed=mixed)
         # Gradients by sample are the device's own affair.
         self.stacked = stack is not None and not exact and not plan.privacy.acts

@@ -211,10 +211,11 @@ class RealFederation(Federation):
         return self._roles[i].line is not None
 
     def part(self, sides: Sequence[int]) -> None:
-        """Peers of different sides [n] no longer reach each other."""
+        """Peers of different sides no longer reach each other: the first n, no coordinator runs."""
+        own = tuple(sides[: self.plan.n])
         if self._grounds is not None:
-            self._grounds.part(sides[: self.plan.n])
-        self._change(self._network.model_copy(update={"sides": tuple(sides)}))
+            self._grounds.part(own)
+        self._change(self._network.model_copy(update={"sides": own}))
 
     def heal(self) -> None:
         """All who are there reach each other again."""
@@ -260,6 +261,7 @@ class RealFederation(Federation):
                 worker.process.wait(FAREWELL_SECONDS)
             except subprocess.TimeoutExpired:
                 worker.kill()
+        self._hang_up(role)  # the end of a process that ended by itself may not have been heard yet
         here, there = socket.socketpair()
         with there:
             worker.start(line=there.fileno())
