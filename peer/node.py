@@ -33,6 +33,7 @@ from peer.network.traffic import Fault, Traffic
 from peer.network.transport import Buffer, Transport
 from peer.permutation import Permutation
 from peer.plan import Plan
+from peer.plan_check import check_privacy
 from peer.randomness import Purpose, generator
 from peer.rounds import Result, Rounds
 from peer.rundir import PLAN, MetricRow
@@ -128,6 +129,8 @@ class Peer:
                     self._on_listening(transport.control)
                 plan, index = await self._enrol(transport, discovery, identity, checkpoint)
                 self._check_central(plan)
+                if plan.privacy.acts:  # whoever sent the plan
+                    check_privacy(plan)
                 _check_checkpoint(checkpoint, plan, index, settings.state)
                 if checkpoint is not None and checkpoint.t >= plan.rounds:
                     log.info("already finished: round %d of %d", checkpoint.t, plan.rounds)

@@ -36,7 +36,7 @@ def check_plan(plan: Plan, *, central: bool = False, data: str | None = None) ->
             "[defence] is for peers among themselves; leave it out",
         )
     if plan.privacy.acts:
-        _check_privacy(plan)
+        check_privacy(plan)
     l, k = plan.matching.l, plan.matching.k  # noqa: E741
     # NSMC adds the last neighbours to its l candidates; PENS has the l alone to choose k of.
     if plan.method == "pens" and k > l:
@@ -48,7 +48,7 @@ def check_plan(plan: Plan, *, central: bool = False, data: str | None = None) ->
         _check_data(plan)
 
 
-def _check_privacy(plan: Plan) -> None:
+def check_privacy(plan: Plan) -> None:
     """Raise UserError where more of the samples would be told than epsilon says, or no DP-SGD is.
 
     Whom a peer averages with, or which model it takes, is seen by others; where losses on its

@@ -411,9 +411,8 @@ class Discovery:
     def _hear_presence(self, peer: str, message: bytes) -> None:
         assert self._swarm is not None
         if not message:
-            for member in self._swarm.members():
-                if member.record.peer == peer:
-                    self._swarm.unreachable(member.record.index)
+            if (index := self._swarm.index_of(peer)) is not None:
+                self._swarm.unreachable(index)
             return
         said = self._open(peer, message, Purpose.PRESENCE, Presence)
         if said.update.record.peer != peer or said.update.state is not State.ALIVE:
@@ -445,8 +444,8 @@ def open_plan(message: bytes, root: bytes | None, federation: str) -> tuple[Plan
 def sign_plan(root: IdentityKey, plan: Plan) -> bytes:
     """Return the message by which the root of a federation says what is run. Raises UserError."""
     toml = plan.to_toml()
-    if len(toml) > MAX_PLAN:
-        raise UserError(f"the plan is longer than {MAX_PLAN} characters")
+    if len(toml.encode()) > MAX_PLAN:
+        raise UserError(f"the plan is longer than {MAX_PLAN} bytes")
     return seal(root, Purpose.PLAN, Proclaimed(toml=toml, time=time.time()), b"")
 
 

@@ -13,6 +13,7 @@ Importing this module loads `cryptography`; peers without keys do not need it.
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -201,7 +202,7 @@ def read_secret_file(path: Path, limit: int) -> bytes:
     """
     try:
         with path.open("rb") as file:
-            mode = path.stat().st_mode
+            mode = os.fstat(file.fileno()).st_mode
             content = file.read(limit + 1)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None

@@ -82,3 +82,9 @@ def test_plans_that_tell_more_than_epsilon_says_are_refused(
     check_plan(plan(), central=True)
     with pytest.raises(UserError, match=message):
         check_plan(plan(**changes), central=True)
+
+
+def test_a_peer_refuses_a_plan_that_tells_losses_whoever_sent_it(tmp_path: Path) -> None:
+    told = Plan.model_validate({"n": 2, "method": "pens", "privacy": {"noise": 1.0}})
+    with pytest.raises(UserError, match="chooses by losses on the training samples"):
+        run(told, state=tmp_path)
