@@ -199,6 +199,12 @@ class Peer:
                     "with a federation file write KEY@HOST:PORT; peer keys show prints the KEY",
                 )
         if settings.federation is None:
+            for address in settings.bootstrap:
+                if key_of(address) is not None:
+                    raise UserError(
+                        f"--bootstrap {address} names a key, and --federation is missing",
+                        "with a key go only members: give the federation's file as well",
+                    )
             return None
         from peer.network.federation import Credentials
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from simulations.attacks import Threat
 
 FAILED = 1
+ATTACKERS_HINT = "a scenario says for itself who attacks, in [peers] or in a class of peers"
 
 app = typer.Typer(
     add_completion=False,
@@ -190,9 +191,15 @@ def run(
         ground = Ground.NAMESPACES if netns else None if backend is None else grounds.get(backend)
         if netns and backend not in (None, Backend.PROCESSES):
             raise UserError("--netns is for real processes", "use --backend processes")
-        if ground is not None and (exact or data or model or modules or device is not Device.CPU):
+        if attack:
+            raise UserError("--attack is for plans", ATTACKERS_HINT)
+        if ground is not None and (
+            exact or data or model or modules
+            or device is not Device.CPU or precision is not Precision.FLOAT32
+        ):  # fmt: skip
             raise UserError(
-                "--exact, --data, --model, --import and --device are for the virtual network",
+                "--exact, --data, --model, --import, --device and --precision are for the virtual "
+                "network",
                 "leave out --backend",
             )
         run_scenario(

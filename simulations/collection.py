@@ -15,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from peer.errors import UserError
 from peer.matching.registry import CENTRAL, method_names
 from peer.plan import Plan
@@ -27,6 +29,7 @@ from peer.rundir import (
     read_metrics,
     read_topology,
 )
+from simulations.curves import Curve, over_time
 from simulations.scenarios.runs import SCENARIO
 from simulations.study import BASELINE, CELLS, Line, asks_for, line_of
 
@@ -56,6 +59,13 @@ class Run:
     def rows(self) -> list[MetricRow]:
         """The rows of metrics of those that do not attack."""
         return [row for row in read_metrics(self.folder) if not row.attacker]
+
+    @cached_property
+    def timed(self) -> tuple[Curve, Curve]:
+        """Mean accuracy over time, and over payload, by what each peer had at every moment."""
+        times, accuracies, payload = over_time(self.plan.n, self.rows)
+        mean = np.nanmean(accuracies, axis=1)
+        return Curve(times, mean), Curve(payload, mean)
 
     @cached_property
     def topology(self) -> list[TopologyRow]:

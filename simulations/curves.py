@@ -63,6 +63,8 @@ def over_time(
     until its next round ends.
     """
     judged = sorted((row for row in rows if row.accuracy is not None), key=lambda row: row.time)
+    if not judged:
+        return np.empty(0), np.empty((0, n)), np.empty(0)
     began = start_of(rows)
     times = np.unique([row.time - began for row in judged])
     if len(times) > points:

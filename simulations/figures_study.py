@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from peer.display import CLUSTER_COLOURS, human_bytes
 from simulations.collection import Collection, Group, Run, setting_name
-from simulations.curves import Band, Curve, Measure, band, has_time, over_rounds, over_time
+from simulations.curves import Band, Curve, Measure, band, has_time, over_rounds
 from simulations.figures import COUNTS, METHOD_COLOURS, MUTED, STYLE, draw_counts, label_ends
 from simulations.figures_bags import draw_theory, theory_mark
 from simulations.theory import stage_one
@@ -40,7 +40,7 @@ def learning_figure(collection: Collection) -> Figure:
     if any(row.payload_received for run in collection.runs for row in run.rows):
         axes["payload received by a peer"] = over_payload
     if all(has_time(run.rows) for run in collection.runs):
-        axes["seconds"] = lambda run: _timed(run)[0]
+        axes["seconds"] = lambda run: run.timed[0]
     settings = _shown(collection)
     with mpl.rc_context(STYLE):
         width, height = 3.6 * len(axes) + 2.2, 3.3 * len(settings) + 0.7
@@ -125,20 +125,13 @@ def averaging_figure(collection: Collection) -> Figure:
 def over_payload(run: Run) -> Curve:
     """Return a run's accuracy over the payload that a peer has received on average."""
     if has_time(run.rows):
-        return _timed(run)[1]
+        return run.timed[1]
     accuracy = over_rounds(run.rows)
     received: dict[int, list[int]] = {}
     for row in run.rows:
         received.setdefault(row.t, []).append(row.payload_received)
     payload = [float(np.mean(received[int(t)])) for t in accuracy.x]
     return Curve(np.array(payload), accuracy.y)
-
-
-def _timed(run: Run) -> tuple[Curve, Curve]:
-    """Return a run's accuracy over time and over payload, by what each peer had at every moment."""
-    times, accuracies, payload = over_time(run.plan.n, run.rows)
-    mean = np.nanmean(accuracies, axis=1)
-    return Curve(times, mean), Curve(payload, mean)
 
 
 def _measured(measure: Measure) -> Axis:

@@ -549,8 +549,8 @@ class Transport:
                 link = _Link(address, dealer, used=loop.time())
                 if self._credentials is not None and key is not None:
                     present(self._credentials, dealer, key)
-                    link.monitor = observe(dealer)
-                    self._open.add(link.monitor)
+                link.monitor = observe(dealer)
+                self._open.add(link.monitor)
                 dealer.connect(HostPort(host, target.port).url)
                 self._links[address] = link
                 self._spawn(self._collect(link), f"collect-{address}")
@@ -563,6 +563,11 @@ class Transport:
         plain: zmq.Socket[bytes] = zmq.Socket.shadow(link.socket.underlying)
         while not link.socket.closed:
             header, *chunks = await _receive(link.socket, plain, link.most_frames)
+            if link.monitor is not None and self._credentials is None:
+                # It does not encrypt either, and so for good: one socket less.
+                link.socket.disable_monitor()
+                self._close(link.monitor)
+                link.monitor = None
             link.heard = asyncio.get_running_loop().time()
             self._deliver(link, header.buffer, [chunk.buffer for chunk in chunks])
             await asyncio.sleep(0)

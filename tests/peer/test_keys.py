@@ -184,6 +184,7 @@ def test_a_wrong_token_is_not_repeated(file: Path) -> None:
     [
         ({"federation": "file", "peer": ["127.0.0.1:1"]}, "go together"),
         ({"peer": [f"{'0' * 64}@127.0.0.1:1"]}, "go together"),
+        ({"bootstrap": [f"{'0' * 64}@127.0.0.1:1"]}, "--federation is missing"),
         ({"listen": "0.0.0.0:0"}, "without keys"),
         ({"federation": "none"}, "cannot read"),
         ({"federation": "strict"}, "does not admit this peer"),
@@ -197,9 +198,8 @@ async def test_what_does_not_fit_is_told(
         if flags["federation"] in ("file", "strict"):
             found(path, tmp_path / "keys", token=flags["federation"] == "file")
         flags = flags | {"federation": path}
-    settings = PeerSettings.gather(
-        config=None, state=tmp_path / "p", bootstrap=["127.0.0.1:1"], **flags
-    )
+    given: dict[str, object] = {"bootstrap": ["127.0.0.1:1"]} | flags
+    settings = PeerSettings.gather(config=None, state=tmp_path / "p", **given)
     with pytest.raises(UserError, match=match):
         await Peer(settings).run()
 

@@ -149,6 +149,7 @@ def test_means_over_time_wait_for_nearly_all() -> None:
     assert payload.tolist() == [25.0, 30.0]
     curve = over_rounds(rows)
     np.testing.assert_allclose(curve.y, [0.25, 0.35])
+    assert [part.shape for part in over_time(2, rows[:2])] == [(0,), (0, 2), (0,)]
 
 
 def test_theory_is_drawn_where_it_holds() -> None:

@@ -182,6 +182,16 @@ async def test_nothing_of_a_stranger_reaches_the_decoder(
         assert len(decoded) == 2  # the question, and the answer
 
 
+async def test_who_has_no_keys_is_told_that_it_needs_them(file: Path) -> None:
+    async with (
+        member(file) as one,
+        Transport(listen="127.0.0.1:0", handler=whoami, traffic=Traffic()) as keyless,
+    ):
+        keyless.introduce(sender="a" * 32, plan="")
+        with pytest.raises(UnreachableError, match="does not encrypt, or this one does not"):
+            await keyless.request(plain(one.control), Ping(updates=()), timeout=SHORT)
+
+
 async def test_nobody_asks_in_the_name_of_another(file: Path) -> None:
     async with member(file) as one, member(file) as other:
         one.introduce(sender="a" * 32, plan="")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Coroutine
 from typing import Any
@@ -60,7 +61,10 @@ def emulate(scenario: Scenario, aspects: frozenset[Aspect] = ALL) -> list[Emulat
 
 
 Message = tuple[int, int, int, int]
-"""When it is sent (in twentieths of a second), from whom, how far round to whom, bytes."""
+"""When it is sent (in ticks), from whom, how far round to whom, bytes."""
+TICK = math.pi / 64
+"""Seconds. No sum of ticks, stalls and transfers is another: which of two that arrive at the same
+time is first, only rounding would say."""
 
 MESSAGES = st.lists(
     st.tuples(
@@ -95,14 +99,14 @@ def test_messages_take_as_long_as_on_the_virtual_network(
         expected[number] = clock.now
 
     for number, (when, i, way, size) in enumerate(messages):
-        clock.at(when / 20, wire.carry, i, (i + way) % N, size, note, number)
+        clock.at(when * TICK, wire.carry, i, (i + way) % N, size, note, number)
     while clock.step():
         pass
 
     async def travel(links: list[EmulatedLinks], number: int, message: Message) -> None:
         when, i, way, size = message
         j = (i + way) % N
-        await asyncio.sleep(when / 20)
+        await asyncio.sleep(when * TICK)
         assert await links[i].leave(str(j), size)
         assert await links[j].arrive(str(i), size)
         found[number] = asyncio.get_running_loop().time()
