@@ -256,8 +256,8 @@ def summarise(
     Figures are means over the peers that `rows` tells of, each at its own last round (`finished`
     counts those that reached the plan's last); null where no peer has the figure. `bytes_sent` and
     `bytes_received` are payload (models and evidence), `wire_sent` and `wire_received` everything;
-    all in bytes, summed over peers, attackers' too; all other figures are of honest peers. `extra`
-    is added as it is.
+    all in bytes, summed over peers, attackers' too; all other figures are of honest peers;
+    `epsilon_most` is the most that any has spent, null without privacy. `extra` is added as it is.
     """
     last = final_rows(rows)
     honest = [row for row in last if not row.attacker]
@@ -282,6 +282,7 @@ def summarise(
         "wire_received": sum(row.wire_received for row in last),
         "loss_mean": loss,
         "perplexity": perplexity(plan, loss),
+        "epsilon_most": max(_present(row.epsilon for row in honest), default=None),
         "peers": len(last),
         "finished": sum(row.t >= plan.rounds for row in last),
         "late": sum(row.late for row in rows),

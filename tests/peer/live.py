@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +121,13 @@ def longest_round(workers: Sequence[Worker], since: int = 1) -> float:
 def kill_at_random(run: Federation, victim: Worker, times: int, rng: random.Random) -> int:
     """Kill a peer so many times, whatever it is doing, letting it resume each time.
 
-    Returns how often it was killed: less when it has finished before.
+    Before every fifth time it may finish a round, or it might die in its start alone. Returns how
+    often it was killed: less when it has finished before.
     """
     reached = 0
     for number in range(times):
+        if number % 5 == 4:
+            wait_for(partial(_past, victim, reached), 60)
         time.sleep(rng.uniform(0.0, 3.0))
         run.poll()
         if not victim.running:
@@ -134,6 +138,10 @@ def kill_at_random(run: Federation, victim: Worker, times: int, rng: random.Rand
             reached = checkpoint(victim).t
         victim.start()
     return times
+
+
+def _past(victim: Worker, t: int) -> bool:
+    return finished(victim) > t or not victim.running
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> None:

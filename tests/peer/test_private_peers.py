@@ -14,7 +14,7 @@ from peer.hosting import run
 from peer.learning.budget import Budget
 from peer.plan import Plan
 from peer.plan_check import check_plan
-from peer.rundir import read_metrics
+from peer.rundir import SUMMARY, read_json, read_metrics
 from peer.state import LEDGER, StateDirectory
 from simulations.population import Population
 
@@ -49,6 +49,7 @@ def test_live_is_the_laboratory_and_stops_at_the_budget(tmp_path: Path) -> None:
         np.testing.assert_array_equal(result.model, population.models[result.index])
         spent = [row.epsilon or 0.0 for row in read_metrics(result.state)]
         assert 0 < spent[0] < spent[1] == spent[2] == spent[3] <= 7.5
+        assert read_json(result.state / SUMMARY)["epsilon_most"] == spent[3]
         with StateDirectory(result.state) as state:
             assert Budget(told.privacy, state.spent()).epsilon == spent[-1]
     one = results[0].state
