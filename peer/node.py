@@ -332,6 +332,7 @@ class Peer:
         return Discovery(
             login,
             key=key,
+            incarnation=identity.incarnation,
             **members,
             blame=lambda topic, detail: transport.blame(
                 Fault.CONTENT, topic, f"{login.place} {topic}: {detail}"

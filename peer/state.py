@@ -30,6 +30,7 @@ from peer.errors import StateError
 from peer.files import hold_directory, remove_unfinished, write_atomically
 from peer.learning.budget import Spent
 from peer.learning.learner import Vector
+from peer.network.membership import STRIDE
 from peer.network.messages import Index, PeerId, PeerRecord, Round
 from peer.rundir import METRICS, MODELS
 from peer.sealed import Sealed
@@ -141,7 +142,8 @@ class StateDirectory:
         counts.
         """
         # The clock puts it above incarnations that were raised after the last write, too; where the
-        # clock was set back, a peer that hears of such a one goes above it.
+        # clock was set back, a peer that hears of such a one goes above it. Where the clock was set
+        # on, by decades at a device that starts in 1970, others must still believe it.
         now = max(0, int(time.time()))
         try:
             old = Identity.load(self.path / IDENTITY)
@@ -152,7 +154,7 @@ class StateDirectory:
                 ) from None
             identity = Identity(peer=secrets.token_hex(16), incarnation=now)
         else:
-            incarnation = max(old.incarnation + 1, now)
+            incarnation = min(max(old.incarnation + 1, now), old.incarnation + STRIDE)
             identity = old.model_copy(update={"incarnation": incarnation})
         if peer is not None:
             identity = identity.model_copy(update={"peer": peer, "keyed": True})

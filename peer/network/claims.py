@@ -12,13 +12,14 @@ A slower broker can break that. Then two hold one index, and the peers that they
 them: its index is held (`peer.network.membership`), and that peer ends with an error.
 
 Claims are renewed. One that was not for `VOID_AFTER` seconds of the reader's own clock is void, so
-that the index of a peer that is gone for good is given away, once there is no other. Clocks of
-different peers are never compared.
+that the index of a peer that is gone for good is given away, once there is no other. No clock of a
+writer counts: what it wrote is put in order by its lives and what it had written in each.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 SETTLE = 2.0
 """Seconds from reading to claiming, and from claiming to holding: twice what a broker takes."""
@@ -34,12 +35,20 @@ class Claim:
     held: bool = False
 
 
+class Stamp(NamedTuple):
+    """What puts the writings of one peer in order: its incarnation, and how many went before in
+    that life."""
+
+    incarnation: int
+    number: int
+
+
 @dataclass
 class _Rival:
     """Another's claim; `stamp` is the writer's, `renewed` the reader's time of the newest one."""
 
     claim: Claim
-    stamp: int
+    stamp: Stamp
     renewed: float
     renewals: int = 0
 
@@ -85,7 +94,7 @@ class Claims:
         """The index that this peer holds, None as long as it holds none."""
         return self.claim.index if self.claim.held else None
 
-    def hear(self, peer: str, claim: Claim, stamp: int, now: float) -> None:
+    def hear(self, peer: str, claim: Claim, stamp: Stamp, now: float) -> None:
         """Take in what stands in the register of another; an older stamp changes nothing.
 
         Of more than 4 n peers no more are remembered: who invents peers cannot fill the memory.

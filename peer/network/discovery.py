@@ -25,6 +25,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Self, TypeVar
 
@@ -32,7 +33,7 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, Field
 
 from peer.errors import ProtocolError, UserError, first_failure
-from peer.network.claims import Claim, Claims
+from peer.network.claims import Claim, Claims, Stamp
 from peer.network.identity import IdentityKey, Purpose, Signed
 from peer.network.messages import MAX_PLAN, Digest, Index, State, Update
 from peer.network.mqtt import Broker, Login
@@ -84,11 +85,12 @@ class Presence(_Record):
 
 
 class Register(_Record):
-    """A peer's claim to an index; `stamp` grows with every renewal."""
+    """A peer's claim to an index; the fields of `Stamp` say which of several is the newest."""
 
     index: Index | None
     held: bool
-    stamp: Annotated[int, Field(ge=0, lt=2**63)]
+    incarnation: Annotated[int, Field(ge=0, lt=2**53)]
+    number: Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class Measured(_Record):
@@ -153,7 +155,9 @@ def unseal(
 class Discovery:
     """One peer's part in a federation that meets at a broker; an async context manager.
 
-        async with Discovery(login, key=key, blame=blame, rng=rng) as discovery:
+        async with Discovery(
+            login, key=key, incarnation=incarnation, blame=blame, rng=rng
+        ) as discovery:
             plan = await discovery.plan()
             index = await discovery.claim(plan, wanted=None)
             discovery.join(swarm)
@@ -163,6 +167,7 @@ class Discovery:
     Args:
         login: of the broker.
         key: signs what this peer says.
+        incarnation: of this life of the peer's, above those of all lives before.
         root: public key of the federation's root; None where the plan is known from elsewhere.
         context: what all members of the federation know, and sign with everything.
         admits: whether a peer, given its id, may be a member.
@@ -178,6 +183,7 @@ class Discovery:
         login: Login,
         *,
         key: IdentityKey,
+        incarnation: int,
         root: bytes | None = None,
         context: bytes = b"",
         admits: Callable[[str], bool] = lambda _: True,
@@ -185,6 +191,8 @@ class Discovery:
         rng: np.random.Generator,
     ) -> None:
         self._key = key
+        self._incarnation = incarnation
+        self._numbers = count()
         self._root = root
         self._context = context
         self._admits = admits
@@ -332,7 +340,8 @@ class Discovery:
             plan=self._plan.digest,
             index=claim.index,
             held=claim.held,
-            stamp=time.time_ns() // 1000,
+            incarnation=self._incarnation,
+            number=next(self._numbers),
         )
         topic = self._topics.of("claims", self._key.peer)
         self._broker.hold(topic, self._seal(Purpose.CLAIM, register))
@@ -406,7 +415,8 @@ class Discovery:
             return
         said = self._open(peer, message, Purpose.CLAIM, Register)
         now = asyncio.get_running_loop().time()
-        self._claims.hear(peer, Claim(said.index, said.held), said.stamp, now)
+        stamp = Stamp(said.incarnation, said.number)
+        self._claims.hear(peer, Claim(said.index, said.held), stamp, now)
 
     def _hear_presence(self, peer: str, message: bytes) -> None:
         assert self._swarm is not None

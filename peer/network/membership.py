@@ -48,6 +48,9 @@ MAX_INCARNATION = 2**52
 LEAP = 2**20
 """Incarnations, which count seconds, that a peer can have gone through since it was last heard of.
 More is a lie, told so that it could not be refuted."""
+STRIDE = LEAP // 256
+"""Incarnations that a restart goes on by at most, wherever its clock stands: others who have heard
+nothing of 255 lives between must still believe the next."""
 
 _RANK = {State.ALIVE: 0, State.SUSPECT: 1, State.DEAD: 2, State.LEFT: 3}
 _PRESENT = (State.ALIVE, State.SUSPECT)

@@ -10,12 +10,17 @@ import asyncio
 import os
 import random
 import resource
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -36,7 +41,7 @@ from peer.network.messages import PeerRecord
 from peer.node import Peer
 from peer.plan import Plan
 from peer.rounds import Result
-from peer.rundir import MetricRow, RunWriter, TopologyRow, read_metrics
+from peer.rundir import MetricRow, RunWriter, TopologyRow, read_json, read_metrics
 from peer.settings import PeerSettings
 from peer.standing import Standing
 from peer.state import Checkpoint, Identity, StateDirectory, newest_checkpoint
@@ -391,6 +396,99 @@ def test_a_clock_that_jumps_changes_nothing(
         np.testing.assert_array_equal(calm_result.model, result.model)
         np.testing.assert_array_equal(calm_result.model, restarted.model)
         assert sum(row.late + row.missing for row in read_metrics(result.state)) == 0
+
+
+class Unhurried(Halfway):
+    """That learner, of whose rounds there are some twenty a second."""
+
+    def fit(self, model: Vector, t: int) -> Vector:
+        time.sleep(0.05)
+        return super().fit(model, t)
+
+
+class Known:
+    """Peers of one process that live until they are stopped, and whom each of them knows."""
+
+    def __init__(self, directory: Path) -> None:
+        changes = {"n": 3, "rounds": 100_000, "method": "random", "min_peers": 2}
+        self.plan = Plan.model_validate(PLAN.model_dump() | changes)
+        self.lives: dict[int, asyncio.Task[Result]] = {}
+        self._directory = directory
+        self._worker = ThreadPoolExecutor(1)
+
+    async def start(self, index: int, **more: Any) -> str:
+        """Start a peer; return its address."""
+        listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        state = self._directory / f"{index}"
+        peer = Peer(
+            PeerSettings.gather(config=None, index=index, state=state, **more),
+            plan=self.plan,
+            make_learner=Unhurried,
+            on_listening=listening.set_result,
+            worker=self._worker,
+        )
+        self.lives[index] = asyncio.create_task(peer.run(), name=f"peer {index}")
+        return await listening
+
+    async def stop(self, index: int) -> None:
+        """End a peer's life."""
+        life = self.lives.pop(index)
+        life.cancel()
+        with suppress(asyncio.CancelledError):
+            await life
+
+    async def until(self, index: int, known: list[int]) -> None:
+        """Wait until a peer knows these others; the failure of any ends the wait."""
+        async with asyncio.timeout(60):
+            while self._health(index).get("known") != known:
+                await asyncio.sleep(0.05)
+                for life in self.lives.values():
+                    assert not life.done(), life.exception()
+
+    def _health(self, index: int) -> dict[str, Any]:
+        path = self._directory / f"{index}" / "health.json"
+        return read_json(path) if path.exists() else {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for index in list(self.lives):
+            await self.stop(index)
+        self._worker.shutdown()
+
+
+async def test_a_clock_set_on_by_decades_shuts_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peer.node.HEALTH_INTERVAL", 0.1)
+    async with Known(tmp_path) as town:
+        first = await town.start(0)
+        await town.start(1, peer=[first])
+        with monkeypatch.context() as unset:  # no battery keeps its clock: it begins in 1970
+            unset.setattr("peer.state.time", SimpleNamespace(time=lambda: 100.0))
+            before = await town.start(2, peer=[first])
+        for index, known in enumerate([[1, 2], [0, 2], [0, 1]]):
+            await town.until(index, known)
+        await town.stop(2)
+        for index in (0, 1):
+            await town.until(index, [1 - index])
+        # By now its clock has been set. Elsewhere it is known by what it says of itself alone.
+        with occupied(before):
+            assert await town.start(2, peer=[first]) != before
+        for index, known in enumerate([[1, 2], [0, 2], [0, 1]]):
+            await town.until(index, known)
+
+
+@contextmanager
+def occupied(address: str) -> Iterator[None]:
+    """Take the port of a peer that has ended."""
+    host, port = address.removeprefix("tcp://").split(":")
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind((host, int(port)))
+        taken.listen()
+        yield
 
 
 # A coordinator.

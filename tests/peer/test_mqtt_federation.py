@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,7 @@ async def test_members_take_the_plan_that_their_root_has_signed(
         for name in "bcd":
             town.join(name, plan=None, federation=file)
         # One without the token is seen by nobody, however well it signs.
-        stranger = Register(plan=PLAN.digest, index=0, held=True, stamp=1)
+        stranger = Register(plan=PLAN.digest, index=0, held=True, incarnation=1, number=0)
         claim = seal(KEY, Purpose.CLAIM, stranger, b"")
         town.watcher.hold(f"panmesh/town/claims/{KEY.peer}", claim)
         assert sorted((await town.indices()).values()) == [0, 1, 2, 3]
@@ -253,8 +254,11 @@ async def test_a_peer_comes_back_to_its_index(server: Mosquitto, tmp_path: Path)
 async def test_an_index_that_another_holds_is_refused(
     server: Mosquitto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One that renews its claim is there.
+    # One that renews its claim is there, whatever becomes of its clock.
     monkeypatch.setattr("peer.network.discovery.RENEW", 0.5)
+    backwards = count(time.time_ns(), -(10**12))
+    monkeypatch.setattr(time, "time_ns", lambda: next(backwards))
+    monkeypatch.setattr(time, "time", lambda: next(backwards) / 1e9)
     async with village(server, tmp_path) as town:
         town.join("a", plan=PLAN, index=2)
         await town.until(lambda: len(town.held("peers")) == 1)
@@ -336,10 +340,15 @@ def hostile() -> dict[str, list[bytes]]:
             seal(
                 OTHER,
                 Purpose.CLAIM,
-                Register(plan=PLAN.digest, index=0, held=True, stamp=2**60),
+                Register(plan=PLAN.digest, index=0, held=True, incarnation=2**50, number=0),
                 b"",
             ),
-            seal(KEY, Purpose.CLAIM, Register(plan="0" * 32, index=0, held=True, stamp=2**60), b""),
+            seal(
+                KEY,
+                Purpose.CLAIM,
+                Register(plan="0" * 32, index=0, held=True, incarnation=2**50, number=0),
+                b"",
+            ),
         ],
     }
 

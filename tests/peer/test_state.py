@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from peer.errors import StateError
 from peer.files import write_atomically
+from peer.network.membership import LEAP, STRIDE
 from peer.network.messages import PeerRecord
 from peer.state import Checkpoint, StateDirectory
 
@@ -84,6 +86,25 @@ def test_identity_stays_and_its_incarnation_grows(tmp_path: Path) -> None:
     assert second.index == 3
     assert second.incarnation == first.incarnation + 1001
     assert stat.S_IMODE((tmp_path / "identity.json").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("clock", "incarnations"),
+    [
+        ([100, 101, 2_000_000_000, 2_000_000_000], [100, 101, 101 + STRIDE, 101 + 2 * STRIDE]),
+        ([1_000_000, 1_000_060, 0, 1_000_070], [1_000_000, 1_000_060, 1_000_061, 1_000_070]),
+    ],
+)
+def test_incarnations_grow_by_steps_that_others_believe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: list[int], incarnations: list[int]
+) -> None:
+    lives = []
+    for now in clock:
+        monkeypatch.setattr("peer.state.time", SimpleNamespace(time=lambda now=now: now))
+        with StateDirectory(tmp_path) as state:
+            lives.append(state.identity().incarnation)
+    assert lives == incarnations
+    assert 255 * STRIDE < LEAP
 
 
 def test_a_damaged_or_missing_identity_is_an_error_not_a_new_peer(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peer.network.claims import SETTLE, VOID_AFTER, Claim, Claims
+from peer.network.claims import SETTLE, VOID_AFTER, Claim, Claims, Stamp
 
 A, B, C = "a" * 32, "b" * 32, "c" * 32
 STEP = 0.1
@@ -45,15 +45,15 @@ def test_alone_it_reads_claims_and_holds() -> None:
 def test_who_yields(rival: str, claim: Claim, yields: bool) -> None:
     claims = applicant()
     claims.tick(SETTLE)
-    claims.hear(rival, claim, 1, SETTLE)
+    claims.hear(rival, claim, Stamp(1, 1), SETTLE)
     assert claims.tick(SETTLE + STEP) == yields
     assert claims.claim == Claim(1 if yields else 0)
 
 
 def test_applicants_choose_in_the_order_of_their_ids() -> None:
     claims = applicant(C)
-    claims.hear(A, Claim(), 1, 0.5)
-    claims.hear(B, Claim(1, held=True), 1, 0.5)
+    claims.hear(A, Claim(), Stamp(1, 1), 0.5)
+    claims.hear(B, Claim(1, held=True), Stamp(1, 1), 0.5)
     claims.tick(SETTLE)
     assert claims.claim == Claim(2)
 
@@ -65,34 +65,45 @@ def test_a_wish_and_a_demand(strict: bool, chosen: int | None) -> None:
     assert free.tick(SETTLE)
     assert free.held == 2
     taken = applicant(wanted=2, strict=strict)
-    taken.hear(C, Claim(2, held=True), 1, 0.0)
+    taken.hear(C, Claim(2, held=True), Stamp(1, 1), 0.0)
     assert taken.tick(0.0)
     assert taken.claim == Claim(chosen)
 
 
 def test_claims_that_are_not_renewed_give_way_when_no_other_is_left() -> None:
     claims = applicant(n=2)
-    claims.hear(A, Claim(0, held=True), 1, 0.0)
-    claims.hear(C, Claim(1, held=True), 1, 0.0)
-    claims.hear(C, Claim(1, held=True), 1, 60.0)  # the same again is no renewal
-    claims.hear(A, Claim(0, held=True), 2, 60.0)
+    claims.hear(A, Claim(0, held=True), Stamp(1, 1), 0.0)
+    claims.hear(C, Claim(1, held=True), Stamp(1, 1), 0.0)
+    claims.hear(C, Claim(1, held=True), Stamp(1, 1), 60.0)  # the same again is no renewal
+    claims.hear(A, Claim(0, held=True), Stamp(1, 2), 60.0)
     assert not claims.tick(VOID_AFTER - STEP)
     assert claims.holder(1, VOID_AFTER - STEP) == C
     assert claims.tick(VOID_AFTER)
     assert claims.claim == Claim(1)
     other = applicant(n=2)
-    other.hear(A, Claim(0, held=True), 1, 0.0)
+    other.hear(A, Claim(0, held=True), Stamp(1, 1), 0.0)
     other.tick(VOID_AFTER)
     assert other.claim == Claim(1), "one that nobody ever claimed comes first"
 
 
+def test_a_new_life_goes_on_from_the_last_one_and_an_old_word_counts_no_more() -> None:
+    claims = applicant(n=1)
+    claims.hear(A, Claim(0, held=True), Stamp(7, 900), 0.0)
+    claims.hear(A, Claim(0, held=True), Stamp(8, 0), 60.0)
+    assert not claims.tick(VOID_AFTER)
+    assert claims.hopeless(VOID_AFTER)
+    claims.hear(A, Claim(0, held=True), Stamp(7, 901), 120.0)
+    assert claims.tick(60.0 + VOID_AFTER)
+    assert claims.claim == Claim(0)
+
+
 def test_it_is_hopeless_once_all_others_are_seen_to_live() -> None:
     claims = applicant(n=2)
-    claims.hear(A, Claim(0, held=True), 1, 0.0)
-    claims.hear(C, Claim(1, held=True), 1, 0.0)
-    claims.hear(A, Claim(0, held=True), 2, 20.0)
+    claims.hear(A, Claim(0, held=True), Stamp(1, 1), 0.0)
+    claims.hear(C, Claim(1, held=True), Stamp(1, 1), 0.0)
+    claims.hear(A, Claim(0, held=True), Stamp(1, 2), 20.0)
     assert not claims.hopeless(20.0)
-    claims.hear(C, Claim(1, held=True), 2, 21.0)
+    claims.hear(C, Claim(1, held=True), Stamp(1, 2), 21.0)
     assert claims.hopeless(21.0)
     claims.forget(C)
     assert not claims.hopeless(22.0)
@@ -111,16 +122,16 @@ def test_what_was_not_seen_is_waited_for_again() -> None:
 
 def test_nobody_is_heard_of_itself_and_invented_peers_are_forgotten() -> None:
     claims = applicant(n=2)
-    claims.hear(B, Claim(0, held=True), 1, 0.0)
+    claims.hear(B, Claim(0, held=True), Stamp(1, 1), 0.0)
     assert claims.holder(0, 0.0) is None
     for number in range(100):
-        claims.hear(f"{number:032x}", Claim(number % 2), 1, 0.0)
+        claims.hear(f"{number:032x}", Claim(number % 2), Stamp(1, 1), 0.0)
     assert len(claims._rivals) == 8
 
 
 def test_one_that_holds_an_index_from_before_keeps_it() -> None:
     claims = applicant(wanted=1, settled=True)
-    claims.hear(A, Claim(1, held=True), 1, 0.0)
+    claims.hear(A, Claim(1, held=True), Stamp(1, 1), 0.0)
     assert not claims.tick(100.0)
     assert claims.held == 1
 
@@ -135,14 +146,14 @@ def play(n: int, starts: list[float], seed: int, slowest: float) -> list[Claims]
         Claims(own, n=n, wanted=wanted, now=start)
         for own, wanted, start in zip(ids, wishes, starts, strict=True)
     ]
-    events: list[tuple[float, int, int, int, Claim, int]] = []
-    register: dict[int, tuple[Claim, int]] = {}
+    events: list[tuple[float, int, int, int, Claim, Stamp]] = []
+    register: dict[int, tuple[Claim, Stamp]] = {}
     stamps = 0
 
     def write(writer: int, now: float) -> None:
         nonlocal stamps
         stamps += 1
-        register[writer] = peers[writer].claim, stamps
+        register[writer] = peers[writer].claim, Stamp(1, stamps)
         for reader in range(len(starts)):
             if starts[reader] <= now:
                 send(writer, reader, now)
