@@ -20,7 +20,7 @@ from bootstrap.coordination.tree_store import TREE, TreeStore
 from peer.errors import StateError
 from peer.network.messages import Digest, Index, ModelNumber, PeerId, Round
 from peer.plan import Plan
-from peer.rundir import METRICS
+from peer.rundir import holds_rows
 from peer.sealed import Sealed
 from peer.standing import Standing
 
@@ -136,11 +136,10 @@ class CoordinatorStore:
 
     def _learned(self) -> bool:
         """Return whether there is what is only written once the file is there."""
-        rows = self._directory / METRICS
         return (
             (self._directory / TREE).exists()
             or any((self._directory / MODELS).glob("*.safetensors"))
-            or (rows.exists() and rows.stat().st_size > 0)
+            or holds_rows(self._directory)
         )
 
     def _models(self, record: _Saved) -> Method:

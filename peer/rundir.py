@@ -203,6 +203,12 @@ class RowReader:
         return [MetricRow.model_validate_json(line) for line in whole.splitlines()]
 
 
+def holds_rows(run: Path) -> bool:
+    """Return whether a run has left rows of metrics in a directory."""
+    rows = run / METRICS
+    return rows.exists() and rows.stat().st_size > 0
+
+
 def read_metrics(run: Path) -> list[MetricRow]:
     """Return the metrics of a run directory, by round and index.
 

@@ -32,7 +32,7 @@ from peer.learning.budget import Spent
 from peer.learning.learner import Vector
 from peer.network.membership import STRIDE
 from peer.network.messages import Index, PeerId, PeerRecord, Round
-from peer.rundir import METRICS, MODELS
+from peer.rundir import MODELS, holds_rows
 from peer.sealed import Sealed
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class StateDirectory:
         try:
             old = Identity.load(self.path / IDENTITY)
         except FileNotFoundError:
-            if any(self.path.glob(_CHECKPOINTS)) or _holds_rows(self.path):
+            if any(self.path.glob(_CHECKPOINTS)) or holds_rows(self.path):
                 raise StateError(
                     f"{self.path} holds a run but no {IDENTITY}", RESTORE_OR_LEAVE
                 ) from None
@@ -243,12 +243,6 @@ def newest_checkpoint(path: Path) -> Checkpoint | None:
     if files and not whole:
         raise StateError(f"every checkpoint in {path} is damaged", RESTORE_OR_LEAVE)
     return max(whole, key=lambda checkpoint: checkpoint.t, default=None)
-
-
-def _holds_rows(path: Path) -> bool:
-    """Return whether a run has left rows in a directory."""
-    rows = path / METRICS
-    return rows.exists() and rows.stat().st_size > 0
 
 
 def _checksum(meta: str, model: Vector) -> str:
