@@ -13,15 +13,15 @@ in order: so peers never send models, whose start w_0 the coordinator knows, but
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from peer.errors import UserError
 from peer.learning.learner import Manifest, Vector
+from peer.secret_files import MAX_SECRET
 
-MIN_SECRET, MAX_SECRET = 16, 65_536
+MIN_SECRET = 16
 """Bytes of a secret. Fewer could be guessed: whoever guesses it can check it on one update."""
 
 
@@ -40,7 +40,7 @@ class Permutation:
         if not MIN_SECRET <= len(secret) <= MAX_SECRET:
             raise UserError(
                 f"the secret has {len(secret)} bytes; {MIN_SECRET} to {MAX_SECRET} are needed",
-                "head -c 32 /dev/urandom | base64 > secret.txt makes one",
+                "(umask 077; head -c 32 /dev/urandom | base64 > secret.txt) makes one",
             )
         # [choice] a sort by the output of SHAKE-256: unlike a numpy generator it is one-way, and
         # the same for every version of every library.
@@ -71,21 +71,6 @@ class Permutation:
     def _check(self, vector: Vector) -> None:
         if vector.shape != self._order.shape:
             raise ValueError(f"P permutes {self._order.size} values, not {vector.shape}")
-
-
-def read_secret(path: Path) -> bytes:
-    """Return the secret in a file, without the newline that editors put at its end.
-
-    Raises UserError when the file cannot be read or is too long to be a secret.
-    """
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_SECRET + 2)
-    except OSError as error:
-        raise UserError(f"cannot read the secret {path}: {error.strerror}") from None
-    if len(secret := content.rstrip(b"\r\n")) > MAX_SECRET:
-        raise UserError(f"{path} is too long to be a secret: at most {MAX_SECRET} bytes")
-    return secret
 
 
 def _derive(secret: bytes, context: str, label: str, size: int) -> bytes:

@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_serializer, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -20,8 +20,9 @@ from pydantic_settings import (
 )
 
 from peer.errors import UserError
-from peer.network.address import dial_address, parse_address
+from peer.network.address import dial_address, parse_address, without_password
 from peer.plan import MAX_PEERS, describe
+from peer.secret_files import read_secret
 
 if TYPE_CHECKING:
     from peer.network.mqtt import Login
@@ -104,6 +105,11 @@ class PeerSettings(BaseSettings):
             return value
         return [part.strip() for item in value for part in item.split(",") if part.strip()]
 
+    @field_serializer("mqtt", when_used="json")
+    def _shown(self, url: str | None) -> str | None:
+        """Mask a password that somebody wrote into the URL: it is refused, but only later."""
+        return None if url is None else without_password(url)
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -141,10 +147,8 @@ class PeerSettings(BaseSettings):
 
     def shared_secret(self) -> bytes | None:
         """Return the federation's secret, None without one. Raises UserError for a file that
-        cannot be read or is too long."""
+        cannot be read, by others can, or is too long."""
         if self.secret_file is not None:
-            from peer.permutation import read_secret
-
             return read_secret(self.secret_file)
         return None if self.secret is None else self.secret.get_secret_value().encode()
 
@@ -156,8 +160,6 @@ class PeerSettings(BaseSettings):
 
         password = self.mqtt_password
         if self.mqtt_password_file is not None:
-            from peer.permutation import read_secret
-
             password = SecretStr(read_secret(self.mqtt_password_file).decode(errors="replace"))
         return Login.parse(self.mqtt, password=password, ca=self.mqtt_ca)
 

@@ -48,7 +48,8 @@ def parse_address(
         host, digits = digits, "" if default_port is None else str(default_port)
     if not _HOST.fullmatch(host) or not re.fullmatch("[0-9]{1,5}", digits):
         raise UserError(
-            f"{text!r} is not an address", "write HOST:PORT, for example 127.0.0.1:7700"
+            f"{without_password(text)!r} is not an address",
+            "write HOST:PORT, for example 127.0.0.1:7700",
         )
     port = int(digits)
     if port > 65_535 or (port == 0 and not listening):
@@ -76,6 +77,14 @@ def key_of(address: str) -> bytes | None:
 def with_key(url: str, key: bytes | None) -> str:
     """Return tcp://KEY@HOST:PORT for tcp://HOST:PORT; the same without a key."""
     return url if key is None else f"tcp://{key.hex()}@{url.removeprefix('tcp://')}"
+
+
+def without_password(text: str) -> str:
+    """Return an address or a URL as it may be shown: what stands before its @ is left out unless it
+    is a plain user name or key, since a password may be part of it."""
+    before, at, place = text.rpartition("@")
+    plain = re.fullmatch(r"(?:[a-z]+://)?[^:/?#@]*", before)
+    return text if not at or plain else f"…@{place}"
 
 
 async def deserted(address: str, seconds: float) -> bool:

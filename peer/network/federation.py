@@ -39,11 +39,10 @@ from peer.network.identity import (
     Purpose,
     Signed,
     peer_id,
-    read_secret_file,
-    write_secret_file,
 )
 from peer.network.messages import PeerId, PeerRecord
 from peer.plan import describe
+from peer.secret_files import read_secret_file, write_secret_file
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ Importing this module loads `cryptography`; peers without keys do not need it.
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -33,7 +32,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from peer.errors import ProtocolError, UserError
-from peer.files import write_atomically
+from peer.secret_files import read_secret_file, write_secret_file
 
 KEY_FILE = "identity.pem"
 """Name of a peer's key in its state directory."""
@@ -193,32 +192,3 @@ class IdentityKey:
 
 def _signed_bytes(purpose: Purpose, payload: bytes) -> bytes:
     return _DOMAIN + purpose.encode() + b"\0" + payload
-
-
-def read_secret_file(path: Path, limit: int) -> bytes:
-    """Return what a file of at most `limit` bytes holds.
-
-    Raises UserError when it cannot be read, is longer, or others than its owner may read it.
-    """
-    try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            content = file.read(limit + 1)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    if mode & 0o077:
-        raise UserError(f"{path} holds a secret that others can read", f"chmod 600 {path}")
-    if len(content) > limit:
-        raise UserError(f"{path} is longer than {limit} bytes")
-    return content
-
-
-def write_secret_file(path: Path, content: bytes) -> None:
-    """Write a new file of mode 0600. Raises UserError when it exists or cannot be written."""
-    if path.exists():
-        raise UserError(f"{path} exists", "a key that is lost is lost: move it away first")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, content, mode=0o600)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None

@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import SecretStr
 
 from peer.errors import UserError, first_failure
-from peer.network.address import parse_address
+from peer.network.address import parse_address, without_password
 
 if TYPE_CHECKING:
     import aiomqtt
@@ -86,8 +86,10 @@ class Login:
                 "leave it out; give --mqtt-password FILE or PANMESH_MQTT_PASSWORD",
             )
         federation = parts.path.strip("/") or "panmesh"
-        if parts.scheme not in ("mqtt", "mqtts") or not parts.hostname or parts.query:
-            raise UserError(f"{url!r} is not the URL of a broker", example)
+        # In a password that is written plainly, / ? and # end up there.
+        misplaced = parts.query or parts.fragment or "@" in parts.path
+        if parts.scheme not in ("mqtt", "mqtts") or not parts.hostname or misplaced:
+            raise UserError(f"{without_password(url)!r} is not the URL of a broker", example)
         if not federation.replace("-", "").replace("_", "").isalnum() or len(federation) > 64:
             raise UserError(f"{federation!r} is not the name of a federation", example)
         tls = parts.scheme == "mqtts"

@@ -187,6 +187,8 @@ def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> No
         PANMESH_THREADS="3",
         PANMESH_DATA="mnist",
         PANMESH_PEER="e:5, f:6",
+        PANMESH_MQTT="mqtts://me:hunter2@broker/town",
+        PANMESH_MQTT_PASSWORD="hunter2",
     )
     assert settings["threads"] == 4
     assert settings["data"] == "mnist"
@@ -194,6 +196,8 @@ def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> No
     assert settings["bootstrap"] == ["d:4", "g:7", "h:8"]
     assert settings["peer"] == ["e:5", "f:6"]
     assert settings["device"] == "cpu"
+    assert settings["mqtt"] == "…@broker/town"
+    assert settings["mqtt_password"] == "**********"
     assert shown(PANMESH_CONFIG=str(file))["bootstrap"] == ["a:1", "b:2"]
 
 

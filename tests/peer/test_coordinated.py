@@ -93,6 +93,7 @@ async def test_a_secret_is_needed_and_must_be_everybodys(tmp_path: Path) -> None
         made.join("first", secret=SECRET)
         await made.until(lambda: bool(made.coordinator._clients))
         file = tmp_path / "secret.txt"
+        file.touch(mode=0o600)
         file.write_text("another secret of many bytes\n")
         with pytest.raises(UserError, match="refuses this peer's secret: the others permute"):
             await made.join("second", secret_file=file)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from peer.errors import UserError
 from peer.learning.learner import Entry, Manifest
-from peer.permutation import MAX_SECRET, Permutation, read_secret
+from peer.permutation import MAX_SECRET, Permutation
 
 SECRET = b"sixteen or more bytes"
 MANIFEST = Manifest((Entry("w", (30, 20)), Entry("mean", (40,), trainable=False)))
@@ -91,17 +89,6 @@ def test_wrong_sizes_are_refused() -> None:
         p.apply(np.zeros(639, dtype=np.float32))
     with pytest.raises(ValueError, match="640 values"):
         p.undo(np.zeros((1, 640), dtype=np.float32))
-
-
-def test_secrets_from_files(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    path.write_bytes(SECRET + b"\r\n")
-    assert read_secret(path) == SECRET
-    with pytest.raises(UserError, match="cannot read"):
-        read_secret(tmp_path / "none")
-    path.write_bytes(b"x" * (MAX_SECRET + 1))
-    with pytest.raises(UserError, match="too long"):
-        read_secret(path)
 
 
 @pytest.mark.parametrize("size", [0, 15, MAX_SECRET + 1])

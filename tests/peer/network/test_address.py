@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from peer.errors import UserError
-from peer.network.address import deserted, dial_address, facing, parse_address
+from peer.network.address import deserted, dial_address, facing, parse_address, without_password
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,26 @@ def test_dialled(text: str, url: str) -> None:
 def test_not_dialled(text: str) -> None:
     with pytest.raises(UserError):
         dial_address(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("mqtts://me@broker/town", "mqtts://me@broker/town"),
+        ("a" * 64 + "@host:1", "a" * 64 + "@host:1"),
+        ("host:1", "host:1"),
+        ("mqtts://me:hunter2@broker/town", "…@broker/town"),
+        ("me:hunter2@broker", "…@broker"),
+        ("mqtts://me:hunt://er2@broker", "…@broker"),
+        ("me:hunt@er2@broker", "…@broker"),
+        ("mqtts://me/hunter2@broker", "…@broker"),
+    ],
+)
+def test_what_may_hold_a_password_is_not_shown(text: str, shown: str) -> None:
+    assert without_password(text) == shown
+    with pytest.raises(UserError) as caught:
+        parse_address(f"{text}:no-port")
+    assert "er2" not in str(caught.value)
 
 
 def test_listening_takes_any_port_and_interface() -> None:

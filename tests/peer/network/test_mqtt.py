@@ -69,6 +69,13 @@ def test_a_url_is_taken_apart() -> None:
     [
         ("mqtts://me:hunter2@broker", "holds a password"),
         ("mqtts://me:hunter2@broker:99999", "port"),
+        ("me:hunter2@broker:8883", "'…@broker:8883' is not the URL of a broker"),
+        ("mqtts:me:hunter2@broker:8883", "is not the URL of a broker"),
+        ("mqtts://me:12/hunter2@broker", "'…@broker' is not the URL of a broker"),
+        ("mqtts://me:12?hunter2@broker", "is not the URL of a broker"),
+        ("mqtts://me:12#hunter2@broker", "is not the URL of a broker"),
+        ("mqtts://me:h@hunter2@broker", "holds a password"),
+        ("me:hunter2@broker", "is not the URL of a broker"),
         ("http://broker", "is not the URL of a broker"),
         ("broker:8883", "is not the URL of a broker"),
         ("mqtts://", "is not the URL of a broker"),
