@@ -4,6 +4,14 @@ back, and among records of strangers."""
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import sys
+import termios
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -38,9 +46,10 @@ from peer.network.mqtt import MAX_PACKET, Broker
 from peer.node import LearnerFactory, Peer
 from peer.plan import Plan
 from peer.rounds import Result
-from peer.rundir import MetricRow, read_json
+from peer.rundir import MetricRow, read_json, read_metrics
 from peer.settings import PeerSettings
 from peer.watch import publish, watch
+from simulations.processes import Worker
 
 pytestmark = needs_mosquitto
 
@@ -129,7 +138,7 @@ class Village:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds; the failure of a peer ends the wait."""
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(180):
             while not condition():
                 await asyncio.sleep(0.02)
                 for task in self.peers.values():
@@ -154,13 +163,21 @@ async def village(server: Mosquitto, directory: Path, plan: Plan = PLAN) -> Asyn
 
 
 class Held(Softmax):
-    """A learner that trains round 3 only when it is let."""
+    """A learner that trains only the rounds up to `last`, until it may train more."""
 
-    go = threading.Event()
+    last = 2
+    moved = threading.Condition()
+
+    @classmethod
+    def until(cls, last: int) -> None:
+        """Let all of them train up to a round."""
+        with cls.moved:
+            cls.last = last
+            cls.moved.notify_all()
 
     def fit(self, model: Vector, t: int) -> Vector:
-        if t == 3:
-            self.go.wait(60)
+        with self.moved:
+            self.moved.wait_for(lambda: t <= self.last, 120)
         return super().fit(model, t)
 
 
@@ -199,11 +216,16 @@ async def test_members_take_the_plan_that_their_root_has_signed(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 async def test_the_broker_dies_in_mid_run_and_a_peer_comes_when_it_is_back(
     server: Mosquitto, tmp_path: Path
 ) -> None:
     plan = PLAN.model_copy(update={"min_peers": 3})
-    Held.go.clear()
+
+    def rounds(name: str) -> list[int]:
+        return [row.t for row in read_metrics(tmp_path / name)]
+
+    Held.until(2)
     try:
         async with village(server, tmp_path, plan) as town:
             for name in "abc":
@@ -219,18 +241,95 @@ async def test_the_broker_dies_in_mid_run_and_a_peer_comes_when_it_is_back(
             )
             server.kill()
             await town.until(lambda: not town.watcher.settled)
+            # The training goes on without it.
+            Held.until(4)
+            await town.until(lambda: all(rounds(name) == [1, 2, 3, 4] for name in "abc"))
+            assert not town.watcher.settled
             town.heard.clear()
             server.start()
             # All that the broker forgot is there again; and so is, by it, who comes now.
             await town.until(lambda: len(town.held("peers")) == len(town.held("claims")) == 3)
             town.join("d", plan=plan, make_learner=Held)
             await town.until(lambda: len(town.held("peers")) == 4)
-            Held.go.set()
+            Held.until(plan.rounds)
             indices = await town.indices()
             assert indices["d"] == 3
             assert sorted(indices.values()) == [0, 1, 2, 3]
+            for name in "abc":
+                assert all(
+                    row.missing == 0 < row.exchanges for row in read_metrics(tmp_path / name)
+                )
     finally:
-        Held.go.set()
+        Held.until(plan.rounds)
+
+
+class Screen:
+    """A terminal of a hundred columns, and what was written to it."""
+
+    def __init__(self) -> None:
+        self._reader, self.line = pty.openpty()
+        fcntl.ioctl(self.line, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+        os.set_blocking(self._reader, False)
+        self._written = b""
+
+    def rows(self, index: int) -> list[tuple[int, str]]:
+        """Return the rounds and the states in which a table of peers has shown one of them."""
+        with suppress(BlockingIOError):
+            while piece := os.read(self._reader, 65_536):
+                self._written += piece
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._written.decode(errors="replace"))
+        found = re.findall(rf"(?m)^ *{index} +. \d+ +(\d+) .* (\w+) *\r?$", text)
+        return [(int(t), state) for t, state in found]
+
+    def close(self) -> None:
+        """Close both ends."""
+        os.close(self.line)
+        os.close(self._reader)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_two_processes_meet_one_is_killed_and_all_of_it_is_watched(
+    server: Mosquitto, tmp_path: Path
+) -> None:
+    table = {"name": "town", "n": 2, "rounds": 100_000, "method": "random", "model": "sklearn-sgd"}
+    network = {"request_timeout": 2.0, "probe_interval": 0.5, "suspicion": 2.0}
+    parts = {"partition": {"train_per_peer": 60}, "matching": {"l": 1, "k": 1}}
+    plan = Plan.model_validate(table | parts | {"network": network})
+    file = tmp_path / "plan.toml"
+    file.write_text(plan.to_toml())
+    peer = [sys.executable, "-m", "peer"]
+    flags = [*server.flags, "--plan", str(file)]
+    a, b = (
+        Worker(name, [*peer, *flags, "--state", str(tmp_path / name)], tmp_path / name)
+        for name in "ab"
+    )
+    watching = Worker("watch", [*peer, "watch", *flags], tmp_path / "watch")
+    screen = Screen()
+    try:
+        async with village(server, tmp_path, plan) as town:
+            for process in (a, b):
+                process.start()
+            watching.start(screen.line)
+            await town.until(lambda: len(town.held("peers")) == 2)
+            await town.until(
+                lambda: all(max(screen.rows(i), default=(0, "")) >= (2, "running") for i in (0, 1))
+            )
+            who = {name: read_json(tmp_path / name / "identity.json") for name in "ab"}
+            assert set(town.held("peers")) == {said["peer"] for said in who.values()}
+            a.kill()
+            # Nobody but the broker can have cleared that: its last will.
+            await town.until(lambda: set(town.held("peers")) == {who["b"]["peer"]})
+            await town.until(lambda: screen.rows(who["a"]["index"])[-1][1] == "gone")
+            last, _ = screen.rows(who["b"]["index"])[-1]
+            await town.until(lambda: screen.rows(who["b"]["index"])[-1] > (last + 5, "running"))
+            assert screen.rows(who["a"]["index"])[-1][1] == "gone"
+            watching.send(signal.SIGINT)
+            await town.until(lambda: not watching.running)
+    finally:
+        for process in (a, b, watching):
+            process.kill()
+        screen.close()
 
 
 @pytest.mark.slow
