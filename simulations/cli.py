@@ -257,7 +257,7 @@ def compare(
     methods: Annotated[
         str, typer.Option(help="Methods, separated by commas.")
     ] = "local,random,oracle,pens,panm-loss,panm-grad",
-    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
+    seeds: Annotated[str, typer.Option(help="Seeds, as 0,1,2 or 0-9.")] = "0",
     variations: Annotated[
         list[str] | None,
         typer.Option(
@@ -308,7 +308,8 @@ def compare(
             )
         if evaluate_every or not baseline:
             raise UserError("--evaluate-every and --no-baseline are for plans, not for scenarios")
-        grid = [f"plan.method={methods}", f"plan.seed={seeds}", *(variations or [])]
+        listed = ",".join(map(str, parse_seeds(seeds)))
+        grid = [f"plan.method={methods}", f"plan.seed={listed}", *(variations or [])]
         sweep_scenario(found, grid, {}, out, processes=None)
         return
     chosen = Plan.load(plan)
@@ -354,7 +355,7 @@ def attacks(
     attackers: Attackers = 0.2,
     attack_scale: AttackScale = None,
     feign: Feign = False,
-    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
+    seeds: Annotated[str, typer.Option(help="Seeds, as 0,1,2 or 0-9.")] = "0",
     overrides: Annotated[
         list[str] | None,
         typer.Option(
@@ -466,7 +467,7 @@ def paper(
     *,
     full: Annotated[bool, typer.Option("--full", help="The paper's size: many hours.")] = False,
     show: Annotated[bool, typer.Option("--list", help="Say which tables there are.")] = False,
-    seeds: Annotated[str | None, typer.Option(help="Seeds, separated by commas.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Seeds, as 0,1,2 or 0-9.")] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option(

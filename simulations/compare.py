@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,22 @@ def compare(
     return lines
 
 
+_SEED = re.compile("[0-9]{1,18}")
+
+
 def parse_seeds(text: str) -> list[int]:
-    """Return the numbers of 0,1,2. Raises UserError."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdecimal() for part in parts):
-        raise UserError(f"{text!r} are no seeds", "write, say, --seeds 0,1,2")
-    return [int(part) for part in parts]
+    """Return the numbers of 0,1,2 or of 0-2, or of both mixed. Raises UserError."""
+    spans: list[range] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        first, dash, last = part.partition("-")
+        ends = [first.strip(), (last if dash else first).strip()]
+        if not all(map(_SEED.fullmatch, ends)) or int(ends[1]) < int(ends[0]):
+            raise UserError(f"{text!r} are no seeds", "write, say, --seeds 0,1,2 or --seeds 0-9")
+        spans.append(range(int(ends[0]), int(ends[1]) + 1))
+    if not spans:
+        raise UserError("there are no seeds", "write, say, --seeds 0,1,2 or --seeds 0-9")
+    check_count(sum(map(len, spans)))  # before there is a number for each
+    return list(itertools.chain(*spans))
 
 
 def _settings(variations: Sequence[str], equipment: Equipment) -> list[Setting]:

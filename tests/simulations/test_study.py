@@ -76,14 +76,17 @@ def test_variations_are_read_as_toml_and_else_as_text() -> None:
     assert [value for *_, value in parse_variation("x=0.5,true,'a b'")] == [0.5, True, "a b"]
     assert parse_single("n=20") == ("n", 20)
     assert parse_seeds("0, 2") == [0, 2]
+    assert parse_seeds("7, 0 - 3,5-5") == [7, 0, 1, 2, 3, 5]
     for text in ("n", "=3", "n=", "seed=3", "method=pens"):
         with pytest.raises(UserError):
             parse_variation(text)
     with pytest.raises(UserError, match="several values"):
         parse_single("n=20,30")
-    for text in ("", "a", "1;2", "-1"):
+    for text in ("", ",", "a", "1;2", "-1", "3-1", "1-", "1-2-3", "²"):
         with pytest.raises(UserError, match="no seeds"):
             parse_seeds(text)
+    with pytest.raises(UserError, match="runs are more than"):
+        parse_seeds("0-99999999999999")
 
 
 def test_plans_differ_only_in_what_their_method_asks_for() -> None:
