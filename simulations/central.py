@@ -94,10 +94,10 @@ class EngineCrew:
         self.initial = engine.initial.copy()
         self.samples = engine.samples
 
-    def fit(self, models: Models, peers: Sequence[int], t: int) -> Models:  # noqa: ARG002
-        """Train all peers: a round costs the same however few take part."""
+    def fit(self, models: Models, peers: Sequence[int], t: int) -> Models:
+        """Train `peers`, side by side; what the others trained before stays where it was."""
         self._engine.reset(models)
-        self._engine.train(t)
+        self._engine.train(t, peers)
         return list(self._engine.trained)
 
     def losses(self, models: Sequence[Vector], peers: Sequence[int], t: int) -> list[list[float]]:

@@ -53,7 +53,7 @@ class TorchLearner:
         Raises UserError when `device` is not there or the module does not fit the data or the
         plan's privacy.
         """
-        self._device = _device(device)
+        self._device = find_device(device)
         self._module = module.to(self._device, torch.float32)
         self._plan = plan
         self._index = index
@@ -261,7 +261,13 @@ class TorchLearner:
         return 2
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """Return the device of a name, cpu or cuda, ready for products in float32.
+
+    TF32, which torch lets cuDNN's convolutions take by default, is switched off in this process:
+    of an operand it keeps ten bits, and no GPU would agree with a CPU any more. Raises UserError
+    when there is no such device.
+    """
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -270,6 +276,9 @@ def _device(name: str) -> torch.device:
         raise UserError(f"the device {name!r} is not supported", "use cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"the device {name} is not there: torch finds no such GPU", "use cpu")
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
     return device
 
 

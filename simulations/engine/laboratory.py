@@ -7,7 +7,7 @@ lockstep, as `simulations.population` has them; only where the numbers are compu
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -109,7 +109,7 @@ class Laboratory:
     def step(self, *, evaluate: bool = True) -> list[Row]:
         """Run the next round at every peer and return its rows, by index."""
         self.t += 1
-        clock = _Clock(self.seconds)
+        clock = _Clock(self.seconds, self.engine.synchronize)
         self.engine.train(self.t)
         clock.lap("train")
         if self._reference is not None:
@@ -346,13 +346,15 @@ class _DeviceLearner:
 
 
 class _Clock:
-    """Adds the time between laps to the totals of their names."""
+    """Adds the time between laps to the totals of their names; `settle` waits for what began."""
 
-    def __init__(self, totals: dict[str, float]) -> None:
+    def __init__(self, totals: dict[str, float], settle: Callable[[], None]) -> None:
         self._totals = totals
+        self._settle = settle
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
+        self._settle()
         now = time.perf_counter()
         self._totals[name] += now - self._last
         self._last = now

@@ -602,7 +602,7 @@ def _require(condition: bool, otherwise: str) -> None:
 def _output_shape(layer: nn.Module, shape: Shape) -> Shape:
     with torch.no_grad():
         parameter = next(layer.parameters(), torch.empty(0))
-        return tuple(layer(torch.zeros(1, *shape, dtype=parameter.dtype)).shape[1:])
+        return tuple(layer(parameter.new_zeros(1, *shape)).shape[1:])
 
 
 _BUILDERS: dict[type[nn.Module], Callable[[Any, _Parameters, Shape], _Built]] = {

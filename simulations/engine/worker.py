@@ -33,7 +33,7 @@ from peer.learning.names import ESTIMATORS
 from peer.learning.partition import blank_inputs
 from peer.learning.schedule import held_out, loss_sample
 from peer.learning.sources import is_text
-from peer.learning.torch_learner import TorchLearner
+from peer.learning.torch_learner import TorchLearner, find_device
 from peer.matching.sketch import CountSketch
 from peer.plan import Plan
 from simulations.engine import trainer
@@ -54,6 +54,9 @@ _IN_CACHE = 16_000_000
 
 Measured: with more, the products wait for memory; with much less, Python's share grows.
 """
+
+_SQUARE = {"cpu": 1024, "cuda": 8192}
+"""Rows of the matrices of `peak`: on a GPU smaller ones would measure the way there and back."""
 
 LARGEST = {"float16": 65504.0, "bfloat16": float(torch.finfo(torch.bfloat16).max)}
 
@@ -106,7 +109,9 @@ class Worker:
         self._job = job
         self._plan = job.plan
         self._arena = arena
-        self._device = torch.device(job.device)
+        self._device = find_device(job.device)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
         self._models, self._trained, self._initial = (
             self._matrix(name) for name in ("models", "trained", "initial")
         )
@@ -370,7 +375,7 @@ class Worker:
     def peak(self) -> float:
         """Return the operations a second of the best of a few square matrix products, in the
         precision of the job."""
-        size, best = 1024, math.inf
+        size, best = _SQUARE[self._device.type], math.inf
         dtype = torch.bfloat16 if self._job.mixed else torch.float32
         a = torch.ones(size, size, dtype=dtype, device=self._device)
         for _ in range(8):
@@ -382,6 +387,17 @@ class Worker:
     def cpu_seconds(self) -> float:
         """Return how long this process has been computing, waits for a core left out."""
         return time.process_time()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was asked for."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def gpu_memory(self) -> float:
+        """Return the most MiB of tensors that a GPU has held for this worker; 0 on the CPU."""
+        if self._device.type != "cuda":
+            return 0.0
+        return torch.cuda.max_memory_allocated(self._device) / 2**20
 
     def set_models(self, models: Array) -> None:
         """Start from other models [n, e] than w_0."""

@@ -265,6 +265,15 @@ class Engine:
         """Return MiB in use by this process and the workers, what they share counted once."""
         return self._crew.memory()
 
+    def gpu_memory(self) -> float:
+        """Return the most MiB of a GPU's memory that tensors have taken so far; 0 on the CPU."""
+        return float(sum(self._crew.everyone("gpu_memory")))
+
+    def synchronize(self) -> None:
+        """Wait until everything asked for is done: a GPU is still at it when a call returns."""
+        if self._on_device:
+            self._crew.everyone("synchronize")
+
     def close(self) -> None:
         """End the workers."""
         self._crew.close()

@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from peer.errors import UserError
 from peer.learning.learner import Entry, Manifest, Scores, Vector
 from peer.plan import Plan
 from simulations.central import CentralPopulation, EngineCrew, LearnerCrew
 from simulations.engine.workers import Engine
+from simulations.population import Row, make_learners
 
 SIZE = 6
 
@@ -152,28 +154,53 @@ def test_an_update_that_nobody_would_take_is_left_out() -> None:
     assert np.allclose(central.cluster_models[0], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "ifca"])
-def test_the_engine_and_learners_agree(method: str) -> None:
-    from simulations.population import make_learners
-
-    plan = Plan.model_validate(
+def small_plan(**central: Any) -> Plan:
+    return Plan.model_validate(
         {
             "n": 5,
             "rounds": 2,
             "partition": {"kind": "rotation", "clusters": 2, "train_per_peer": 30},
-            "central": {"redraws": 3},
+            "central": {"redraws": 3, **central},
         }
     )
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.4])
+@pytest.mark.parametrize("method", ["fedavg", "ifca"])
+def test_the_engine_and_learners_agree(method: str, fraction: float) -> None:
+    plan = small_plan(fraction=fraction)
     reference = CentralPopulation(plan, method, LearnerCrew(make_learners(plan)))
+    expected = list(reference.run())
     with Engine(plan, workers=1) as engine:
-        fast = CentralPopulation(plan, method, EngineCrew(engine))
-        for expected, rows in zip(reference.run(), fast.run(), strict=True):
-            assert [row["bag"] for row in rows] == [row["bag"] for row in expected]
-            assert [row["accuracy"] for row in rows] == pytest.approx(
-                [row["accuracy"] for row in expected], abs=0.01
-            )
-        assert np.allclose(fast.models, reference.models, atol=1e-4)
+        check(CentralPopulation(plan, method, EngineCrew(engine)), reference, expected)
     with Engine(plan, workers=1, exact=True) as engine:
         exact = CentralPopulation(plan, method, EngineCrew(engine))
-        list(exact.run())
+        assert list(exact.run()) == expected
         assert np.array_equal(exact.models, reference.models)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here")
+def test_so_does_the_engine_on_a_gpu() -> None:
+    plan = small_plan()
+    reference = CentralPopulation(plan, "ifca", LearnerCrew(make_learners(plan)))
+    expected = list(reference.run())
+    with Engine(plan, device="cuda") as engine:
+        check(CentralPopulation(plan, "ifca", EngineCrew(engine)), reference, expected)
+
+
+def check(fast: CentralPopulation, reference: CentralPopulation, expected: list[list[Row]]) -> None:
+    """Compare a run of `fast` with that of `reference`, whose rows are `expected`."""
+    for others, rows in zip(expected, fast.run(), strict=True):
+        assert [row["bag"] for row in rows] == [row["bag"] for row in others]
+        assert [row["accuracy"] for row in rows] == pytest.approx(
+            [row["accuracy"] for row in others], abs=0.01
+        )
+    assert np.allclose(fast.models, reference.models, atol=1e-4)
+
+
+def test_the_engine_trains_those_alone_who_take_part() -> None:
+    plan = small_plan(fraction=0.4)
+    with Engine(plan, workers=0) as engine:
+        engine.trained[:] = np.nan
+        sent = EngineCrew(engine).fit([engine.initial] * plan.n, [1, 3], 1)
+    assert [bool(np.isfinite(model).all()) for model in sent] == [False, True, False, True, False]

@@ -32,6 +32,8 @@ from simulations.population import Population
 HERE = 0
 """Workers: none but this process."""
 
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here")
+
 
 def make_plan(**changes: Any) -> Plan:
     table: dict[str, Any] = {
@@ -81,6 +83,20 @@ def test_built_in_models_agree_with_the_device(model: str, tolerance: float) -> 
     with Engine(plan, workers=HERE) as engine:
         engine.train(1)
         np.testing.assert_allclose(engine.trained, fitted(plan), rtol=0, atol=tolerance)
+
+
+@GPU
+@pytest.mark.parametrize(("model", "tolerance"), [("mlp", 1e-4), ("lenet", 3e-3), ("cnn", 3e-3)])
+def test_built_in_models_on_a_gpu_agree_with_the_cpu(model: str, tolerance: float) -> None:
+    plan = make_plan(
+        n=3, model=model, data="fashion-mnist", partition={"clusters": 4, "train_per_peer": 130},
+        training={"batch": 50, "epochs": 1},
+    )  # fmt: skip
+    with Engine(plan, device="cuda") as engine:
+        assert engine.stacked
+        engine.train(1)
+        np.testing.assert_allclose(engine.trained, fitted(plan), rtol=0, atol=tolerance)
+        assert engine.gpu_memory() > 0
 
 
 def uneven_factory(shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -283,6 +299,24 @@ def test_other_plans_in_this_process(method: str, changes: dict[str, Any]) -> No
         check_against_population(laboratory, plan, method)
 
 
+@GPU
+@pytest.mark.parametrize("exact", [False, True], ids=["stacked", "one peer at a time"])
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("panm-grad", {}),
+        ("panm-grad", {"matching": {"evidence": "exact"}}),
+        ("panm-loss", {"network": {"precision": "float16"}}),
+    ],
+)
+def test_the_laboratory_on_a_gpu_is_the_population(
+    method: str, changes: dict[str, Any], exact: bool
+) -> None:
+    plan = make_plan(**changes)
+    with Laboratory(plan, method, device="cuda", exact=exact) as laboratory:
+        check_against_population(laboratory, plan, method)
+
+
 @pytest.mark.parametrize(
     ("method", "changes"),
     [("panm-grad", {}), ("panm-loss", {"network": {"precision": "float16"}})],
@@ -300,6 +334,22 @@ def test_evaluation_may_be_rare(pair: Engine) -> None:
     laboratory = Laboratory(plan, "local", engine=pair)
     told = [rows[0]["t"] for rows in laboratory.run(evaluate_every=2) if rows[0]["loss"]]
     assert told == [2, 4, 5]
+
+
+def test_a_share_of_a_round_includes_what_a_device_is_still_at(
+    pair: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laboratory = Laboratory(pair.plan, "random", engine=pair)
+    mix, waits = pair.mix, [0.0]
+
+    def begin(*arguments: Any) -> None:
+        mix(*arguments)
+        waits.append(0.5)
+
+    monkeypatch.setattr(pair, "mix", begin)
+    monkeypatch.setattr(pair, "synchronize", lambda: time.sleep(waits.pop() if waits else 0))
+    laboratory.step()
+    assert laboratory.seconds["aggregate"] > 0.5
 
 
 @pytest.mark.parametrize("evidence", ["sketch", "exact"])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from peer.learning.learner import Entry, Manifest
 from peer.learning.models import cnn, lenet
@@ -265,6 +267,28 @@ def test_padding_leaves_no_trace() -> None:
         logits = stack.forward(stacked(x[i : i + 1, :size], stack), Context([size], []))
         stack.backward(loss_gradient(logits, labels[i : i + 1, :size], 1 / size), 0.0)
         torch.testing.assert_close(velocity[i], alone[0], rtol=1e-10, atol=1e-12)
+
+
+class OneDevice(TorchDispatchMode):
+    """Takes operands of one device only, as a GPU does and `meta` does not."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        devices = {operand.device for operand in args if isinstance(operand, Tensor)}
+        assert len(devices) <= 1, f"{func} of {devices}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("build", [lenet, cnn])
+def test_a_module_may_lie_on_any_device(build: Callable[..., nn.Module]) -> None:
+    """A learner may have moved it to a GPU."""
+    shape = (1, 28, 28)
+    module, x = build(shape, CLASSES), torch.randn(1, B, *shape)
+    manifest = manifest_of(module)
+    with OneDevice():
+        stack = compose(build(shape, CLASSES).to("meta"), manifest, shape)
+    stack.bind(row_of(module, manifest)[None])
+    logits = stack.forward(stacked(x, stack))[0]
+    torch.testing.assert_close(logits, module(x[0]).detach(), rtol=0, atol=1e-5)
 
 
 class Doubled(nn.Linear):

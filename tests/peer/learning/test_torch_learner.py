@@ -16,7 +16,7 @@ from peer.learning.learner import Learner, Vector
 from peer.learning.models import build_model
 from peer.learning.partition import PeerData
 from peer.learning.schedule import batches, epoch_orders, learning_rate, loss_sample
-from peer.learning.torch_learner import TorchLearner
+from peer.learning.torch_learner import TorchLearner, find_device
 from peer.plan import MatchingPlan, Plan, TrainingPlan
 
 torch.set_num_threads(1)
@@ -280,6 +280,17 @@ def test_lazy_layers_start_alike() -> None:
 def test_modules_that_do_not_fit(module: nn.Module, message: str) -> None:
     with pytest.raises(UserError, match=message):
         TorchLearner(module, make_data(), make_plan(), 0)
+
+
+def test_products_on_a_gpu_are_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with torch.backends.cudnn.flags(allow_tf32=True):  # as it was, behind the test
+        torch.backends.cuda.matmul.allow_tf32 = True
+        assert find_device("cpu") == torch.device("cpu")
+        assert torch.backends.cudnn.allow_tf32
+        assert find_device("cuda") == torch.device("cuda")
+        assert not torch.backends.cudnn.allow_tf32
+        assert not torch.backends.cuda.matmul.allow_tf32
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "meta", "toaster"])
