@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -140,6 +141,15 @@ class Shelf:
 
 
 @dataclass(frozen=True)
+class Probed:
+    """What a probe brought: the sketches of g and h [buckets] each, and the round of the snapshot
+    that they are of."""
+
+    sketches: GradientEvidence
+    round: int
+
+
+@dataclass(frozen=True)
 class Received:
     """What a pull brought: the model w_j [e], g_j [trainable] when it was asked for, the number of
     j's samples, and the round of the snapshot."""
@@ -264,10 +274,10 @@ class Exchange:
         self.tally.missing += sum(item is None for item in found.values())
         return {index: item for index, item in found.items() if item is not None}
 
-    async def probe(self, index: int, t: int) -> GradientEvidence | None:
+    async def probe(self, index: int, t: int) -> Probed | None:
         """Return the sketches of g and h of peer `index` in round `t`, or None."""
 
-        async def ask() -> GradientEvidence:
+        async def ask() -> Probed:
             reply, chunks = await self._ask(
                 index,
                 "control",
@@ -280,7 +290,8 @@ class Exchange:
             both = decode_vector(
                 chunks, 2 * self._buckets, "float32", self._plan.network.norm_limit * 2
             )
-            return GradientEvidence(both[: self._buckets], both[self._buckets :])
+            sketches = GradientEvidence(both[: self._buckets], both[self._buckets :])
+            return Probed(sketches, reply.round)
 
         return await self._persist(index, "probe", ask)
 
@@ -290,13 +301,15 @@ class Exchange:
         t: int,
         *,
         gradient: bool = False,
-        sketches: GradientEvidence | None = None,
+        probed: Probed | None = None,
         newest: bool = False,
     ) -> Received | None:
         """Return the model of peer `index` in round `t` (with g if asked for), or None.
 
-        `sketches`, where the peer was probed, must agree with the model that comes. `newest` takes
-        whatever snapshot the peer has, and waits for one no longer than for any answer.
+        The model must not be older than what was `probed`, and agree with it if it is of the same
+        round; with a newer one, which only lockstep rules out, there is nothing to compare it to.
+        `newest` takes whatever snapshot the peer has, and waits for one no longer than for any
+        answer.
         """
         staleness = None if newest else self._staleness
 
@@ -315,16 +328,16 @@ class Exchange:
                 raise ProtocolError("not the model that was asked for")
             if [reply.model_bytes, reply.gradient_bytes] != expected:
                 raise ProtocolError(f"a model of {reply.model_bytes} bytes, not {expected[0]}")
-            if not newest:
-                self._check_round(reply.round, t)
+            self._check_round(reply.round, t, newest=newest)
+            if probed is not None and reply.round < probed.round:
+                raise ProtocolError(f"a model of round {reply.round}, older than its sketch")
             vectors = 1 + gradient
             whole = decode_vector(
                 chunks, sum(expected) // width, network.precision, network.norm_limit * vectors
             )
             model, g = whole[: self._initial.size], whole[self._initial.size :]
-            # In other modes the peer may have published a newer snapshot since it was probed.
-            if sketches is not None and self._plan.lockstep:
-                self._check_sketch(self.drift(model), sketches)
+            if probed is not None and reply.round == probed.round:
+                self._check_sketch(self.drift(model), probed.sketches)
             return Received(model, g if gradient else None, reply.samples, reply.round)
 
         return await self._persist(index, "pull", ask, newest=newest)
@@ -338,21 +351,13 @@ class Exchange:
 
         async def ask(index: int) -> None:
             try:
-                reply, _ = await self._ask(
-                    index, "control", Await(round=round_, wait=self._wait), 0
-                )
-                if not isinstance(reply, Reached):
-                    raise ProtocolError("not how far it is")
-                if max(reply.status.published, reply.status.finished) > self._plan.rounds:
-                    raise ProtocolError(f"beyond round {self._plan.rounds}")
-            except ProtocolError as error:
-                self._swarm.misbehaved(index, str(error), Offence.MALFORMED)
+                status = await self._progress_of(index, round_, self._wait)
+            except ProtocolError:
                 deaf.add(index)
             except (RefusedError, UnreachableError):
                 pass  # busy, starting or gone: membership says which of it before long
             else:
-                self._swarm.note_status(index, reply.status)
-                if reply.status.finished >= round_:
+                if status.finished >= round_:
                     return
             await self._swarm.changed(0.2)
 
@@ -363,6 +368,46 @@ class Exchange:
         except TimeoutError:
             return False
         return True
+
+    async def progress(self) -> list[Status]:
+        """Return how far those who are there say that they themselves are; nothing unless more than
+        half of them answer.
+
+        [choice] Once these have, the rest have the time of four pings: one of them may be dead,
+        unnoticed so far.
+        """
+        asked = self._swarm.trusted(self._plan.rounds)
+        heard: list[Status] = []
+
+        async def ask(index: int) -> None:
+            with suppress(ProtocolError, RefusedError, UnreachableError):
+                heard.append(await self._progress_of(index, 0, 0.0))
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(ask(index), name=f"progress-{index}") for index in asked]
+            if tasks:
+                await asyncio.wait(tasks, timeout=4 * self._plan.network.probe_timeout)
+            if 2 * len(heard) > len(asked):
+                for task in tasks:
+                    task.cancel()
+        return heard if 2 * len(heard) > len(asked) else []
+
+    async def _progress_of(self, index: int, round_: int, wait: float) -> Status:
+        """Return how far a peer says it is, once it has finished `round_` or after `wait` seconds.
+
+        Raises what a request does; a ProtocolError has been held against the peer.
+        """
+        try:
+            reply, _ = await self._ask(index, "control", Await(round=round_, wait=wait), 0)
+            if not isinstance(reply, Reached):
+                raise ProtocolError("not how far it is")
+            if max(reply.status.published, reply.status.finished) > self._plan.rounds:
+                raise ProtocolError(f"beyond round {self._plan.rounds}")
+        except ProtocolError as error:
+            self._swarm.misbehaved(index, str(error), Offence.MALFORMED)
+            raise
+        self._swarm.note_status(index, reply.status)
+        return reply.status
 
     async def wait_for_stragglers(self, round_: int) -> None:
         """Wait until all have finished `round_`, and for one `round_timeout` at most."""
@@ -460,10 +505,14 @@ class Exchange:
             await self._swarm.changed(0.2)
         raise TimeoutError
 
-    def _check_round(self, got: int, wanted: int) -> None:
-        if self._staleness is not None:
-            newest = wanted if self._staleness == 0 else got
-            if not wanted - self._staleness <= got <= newest:
+    def _check_round(self, got: int, wanted: int, *, newest: bool = False) -> None:
+        """Raise ProtocolError for a snapshot of a round that there cannot be, or that is none of
+        those that the plan's staleness allows, unless the `newest` was asked for."""
+        if got > self._plan.rounds:
+            raise ProtocolError(f"a snapshot of round {got} of {self._plan.rounds}")
+        if self._staleness is not None and not newest:
+            latest = wanted if self._staleness == 0 else got
+            if not wanted - self._staleness <= got <= latest:
                 raise ProtocolError(f"a snapshot of round {got}, not {wanted}")
 
     def _check_sketch(self, drift: Vector, sketches: GradientEvidence) -> None:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from peer.aggregation import with_own_statistics
 from peer.defence import Mixed, mix, refusals
 from peer.errors import RefusedError, StateError, UserError
-from peer.exchange import Exchange, Received, Shelf
+from peer.exchange import Exchange, Probed, Received, Shelf
 from peer.journal import Clock, Journal, OnRound
 from peer.learning.budget import Budget
 from peer.learning.learner import Learner, Scores, Vector
@@ -230,14 +230,16 @@ class Rounds:
         A peer whose next round is still on the others' shelves goes on as if it had only been slow.
         One that was away for longer (late, restarted, stopped, cut off) finds nothing there, while
         the others wait for it: it goes on where they are. One that learns alone has nothing to
-        catch up with.
+        catch up with. Where gossip has others far ahead, each of them is asked: it may lie of all.
         """
         if self._alone:
             return t
         staleness = self.plan.network.staleness
         slack = max(self.plan.network.history, 1 + (staleness if staleness != "async" else 0))
-        front = typical(max(s.published, s.finished) for s in self._living())
-        if t > self.plan.rounds or front - t < slack:
+        if t > self.plan.rounds or typical(map(_reached, self._living())) - t < slack:
+            return t
+        front = confirmed(map(_reached, await self.exchange.progress()))
+        if front - t < slack:
             return t
         t = await self._catch_up(min(front, self.plan.rounds - 1))
         log.info("caught up with the federation: next is round %d", t)
@@ -247,17 +249,19 @@ class Rounds:
         """Go on from the model that suits this peer best, of those it can get and its own, and
         return the round after theirs.
 
-        [choice] Asked are the bag, or else l peers drawn at random: they hold the newest models,
-        and the loss on the peer's training data tells which of them suits.
+        [choice] Asked for models are the bag, or else l peers drawn at random: they hold the newest
+        ones, and the loss on the peer's training data tells which of them suits. How far the
+        federation is by now all are asked: one adviser may be alone, and lie.
         """
         models = {self.index: self._model} if self.shelf.status.finished else {}
         # From here on nobody needs to wait for this peer's earlier rounds.
         await self._skip_to(front + 1)
-        received = await self.exchange.gather(
-            self._advisers(front), lambda index: self.exchange.pull(index, front, newest=True)
-        )
-        # What came with the models is fresher than what gossip said.
-        t = max(front, typical(item.round for item in received.values())) + 1
+        async with asyncio.TaskGroup() as group:
+            progress = group.create_task(self.exchange.progress(), name="ask-progress")
+            received = await self.exchange.gather(
+                self._advisers(front), lambda index: self.exchange.pull(index, front, newest=True)
+            )
+        t = max(front, confirmed(map(_reached, progress.result()))) + 1
         t = min(t, self.plan.rounds)
         await self._skip_to(t)
         self.swarm.set_first_round(t)
@@ -314,12 +318,12 @@ class Rounds:
         snapshot, own = self.exchange.snapshot(t, self._model, shown, evidence)
         await self.shelf.publish(snapshot)
         self.swarm.set_status(self.shelf.status)
-        similarities, sketches, models = await self._hear(t, candidates, own)
+        similarities, probed, models = await self._hear(t, candidates, own)
         rng = generator(self.plan.seed, Purpose.SETTLE, index=self.index, t=t)
         neighbours = self._matcher.settle(t, known, similarities, rng)
         models |= await self.exchange.gather(
             [index for index in neighbours if index not in models],
-            lambda index: self.exchange.pull(index, t, sketches=sketches.get(index)),
+            lambda index: self.exchange.pull(index, t, probed=probed.get(index)),
         )
         used = [index for index in neighbours if index in models]
         clock.lap("match")
@@ -378,13 +382,14 @@ class Rounds:
 
     async def _hear(
         self, t: int, candidates: list[int], own: GradientEvidence | None
-    ) -> tuple[dict[int, float], dict[int, GradientEvidence], dict[int, Received]]:
+    ) -> tuple[dict[int, float], dict[int, Probed], dict[int, Received]]:
         """Return the similarities of the candidates that were heard, and what came with them."""
         exchange = self.exchange
         match self._matcher.evidence:
             case Evidence.GRADIENT if self._sketched:
-                sketches = await exchange.gather(candidates, lambda j: exchange.probe(j, t))
-                return self._gradient_similarities(own, sketches), sketches, {}
+                probed = await exchange.gather(candidates, lambda j: exchange.probe(j, t))
+                sketches = {j: item.sketches for j, item in probed.items()}
+                return self._gradient_similarities(own, sketches), probed, {}
             case Evidence.GRADIENT:
                 models = await exchange.gather(
                     candidates, lambda j: exchange.pull(j, t, gradient=True)
@@ -464,7 +469,22 @@ class Rounds:
 def typical(rounds: Iterable[int]) -> int:
     """Return the round that most have reached, of those that have reached any; else 0.
 
-    [choice] The lower median: one peer that is wrong about how far it is misleads nobody.
+    [choice] The lower median: no half of them that lies about how far it is sends anybody ahead.
     """
     reached = sorted(t for t in rounds if t > 0)
     return reached[(len(reached) - 1) // 2] if reached else 0
+
+
+def confirmed(rounds: Iterable[int]) -> int:
+    """Return the `typical` round of those that peers themselves say they have reached; 0 where one
+    alone says that the federation has begun.
+
+    [choice] Those who have not begun may all be newcomers, and so have no say in `typical`. A
+    single liar must not send a whole federation to its end before it has begun for all that.
+    """
+    reached = list(rounds)
+    return 0 if sum(t > 0 for t in reached) == 1 < len(reached) else typical(reached)
+
+
+def _reached(status: Status) -> int:
+    return max(status.published, status.finished)

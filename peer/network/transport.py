@@ -562,7 +562,10 @@ class Transport:
             return
         plain: zmq.Socket[bytes] = zmq.Socket.shadow(link.socket.underlying)
         while not link.socket.closed:
-            header, *chunks = await _receive(link.socket, plain, link.most_frames)
+            frames = await _receive(link.socket, plain, link.most_frames)
+            if not frames:
+                return
+            header, *chunks = frames
             if link.monitor is not None and self._credentials is None:
                 # It does not encrypt either, and so for good: one socket less.
                 link.socket.disable_monitor()
@@ -684,7 +687,8 @@ class Transport:
 async def _receive(
     socket: zmq.asyncio.Socket, plain: zmq.Socket[bytes], most_frames: Callable[[], int]
 ) -> list[zmq.Frame]:
-    """Return the next message: its first frames, and one too many if it has more than it may.
+    """Return the next message: its first frames, and one too many if it has more than it may; none
+    when the socket was closed meanwhile.
 
     `plain` is the same socket without asyncio, whose receive costs a tenth.
     The rest is dropped, a piece at a time: two bytes on the wire make a frame, whose object is a
@@ -693,7 +697,8 @@ async def _receive(
     frames = [await socket.recv(copy=False)]
     most = most_frames()
     more, taken = frames[0].more, 1
-    while more:
+    # Whenever this task waits, others may close the socket.
+    while more and not socket.closed:
         # What libzmq shows the beginning of has arrived as a whole: this never waits.
         frame = plain.recv(zmq.NOBLOCK, copy=False)
         more, taken = frame.more, taken + 1
@@ -701,7 +706,7 @@ async def _receive(
             frames.append(frame)
         if taken % 1000 == 0:
             await asyncio.sleep(0)
-    return frames
+    return [] if socket.closed else frames
 
 
 def _most_chunks(payload: int) -> int:

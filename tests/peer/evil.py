@@ -267,7 +267,7 @@ class Stranger:
         stamp = {**self._stamp, "id": self._number}
         self.send(encode(request.model_copy(update=stamp)))
 
-    def ask(self, request: Request, *, seconds: float = 10.0) -> Message | None:
+    def ask(self, request: Request, *, seconds: float = 30.0) -> Message | None:
         """Send a request and return its reply; None when there is none in time."""
         self.tell(request)
         while (reply := self.receive(seconds)) is not None and reply.id != self._number:

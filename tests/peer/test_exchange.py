@@ -1,15 +1,37 @@
-"""What a shelf gives out: exactly round t in lockstep, fresh enough in bounded mode, the newest."""
+"""What a shelf gives out: exactly round t in lockstep, fresh enough in bounded mode, the newest.
+And what is believed of what others give.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
+import numpy as np
 import pytest
 
 from peer import exchange as module
 from peer.errors import RefusedError
-from peer.exchange import Shelf, Snapshot
-from peer.network.messages import Reason
+from peer.exchange import Exchange, Received, Shelf, Snapshot
+from peer.matching.base import Evidence
+from peer.network.limits import Allowance
+from peer.network.messages import (
+    Model,
+    PeerRecord,
+    Reached,
+    Reason,
+    Reply,
+    Sketches,
+    State,
+    Status,
+    Update,
+)
+from peer.network.score import Offence
+from peer.network.swarm import Swarm
+from peer.network.transport import Transport
+from peer.network.vectors import encode_vector
+from peer.plan import Plan
+from peer.rounds import confirmed, typical
 
 
 def snapshot(t: int) -> Snapshot:
@@ -116,3 +138,155 @@ async def test_those_who_come_when_too_many_wait_are_answered_at_once(
         await shelf.publish(snapshot(2))
     assert refusal.value.reason == Reason.NOT_YET
     assert [task.result().t for task in waiting] == [2, 2]
+
+
+# What is made of the answers of others.
+
+E = 12
+ROUNDS = 9
+INITIAL = np.linspace(-1, 1, E).astype(np.float32)
+
+
+class Scripted:
+    """A transport that brings what a test put in its place, and a swarm of one peer, which notes
+    what that did wrong."""
+
+    def __init__(self) -> None:
+        self.answer: tuple[Reply, list[memoryview]]
+        self.offences: list[Offence | None] = []
+        self.heard: list[Status] = []
+
+    def allow(self, allowance: Allowance) -> None:
+        pass
+
+    async def request(self, *_: object, **__: object) -> tuple[Reply, list[memoryview]]:
+        return self.answer
+
+    def member(self, _: int) -> Update:
+        record = PeerRecord(
+            peer="1" * 32,
+            index=1,
+            control="tcp://127.0.0.1:9",
+            data="tcp://127.0.0.1:9",
+            incarnation=1,
+            first_round=1,
+            model="a" * 32,
+        )
+        return Update(record=record, state=State.ALIVE, status=Status())
+
+    def trusted(self, _: int) -> list[int]:
+        return [1]
+
+    def note_status(self, _: int, status: Status) -> None:
+        self.heard.append(status)
+
+    def misbehaved(self, _: int, __: str, offence: Offence | None = None) -> None:
+        self.offences.append(offence)
+
+
+def exchange_with(other: Scripted, staleness: int | str) -> Exchange:
+    plan = Plan.model_validate(
+        {
+            "n": 2,
+            "rounds": ROUNDS,
+            "method": "panm-grad",
+            "matching": {"l": 1, "k": 1},
+            "network": {"staleness": staleness, "request_timeout": 1.0},
+        }
+    )
+    return Exchange(
+        plan=plan,
+        transport=cast(Transport, other),
+        swarm=cast(Swarm, other),
+        shelf=Shelf(2),
+        initial=INITIAL,
+        trainable=E,
+        samples=1,
+    )
+
+
+async def pulled(
+    other: Scripted,
+    exchange: Exchange,
+    *,
+    sketched: int,
+    sent: int,
+    by: float = 0.0,
+    newest: bool = False,
+) -> Received | None:
+    """Probe and pull round 4 of one whose answers claim to be of the rounds `sketched` and `sent`,
+    and whose model is off by so much."""
+    model = INITIAL + np.float32(0.5)
+    taken, _ = exchange.snapshot(4, INITIAL, model, Evidence.GRADIENT)
+    assert taken.sketches is not None
+    both = [encode_vector(vector, "float32") for vector in taken.sketches]
+    other.answer = (Sketches(round=sketched, buckets=len(taken.sketches.g)), both)
+    probed = await exchange.probe(1, 4)
+    content = encode_vector(model + np.float32(by), "float32")
+    other.answer = (Model(round=sent, model_bytes=4 * E, samples=1), [content])
+    return await exchange.pull(1, 4, probed=probed, newest=newest)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "sketched", "sent", "by", "offence"),
+    [
+        (0, 4, 4, 0.0, None),
+        (0, 4, 4, 0.1, Offence.FORGED),
+        (2, 3, 3, 0.0, None),
+        (2, 3, 3, 0.1, Offence.FORGED),
+        (2, 3, 2, 0.0, Offence.MALFORMED),
+        ("async", 1, 1, 0.1, Offence.FORGED),
+        ("async", 7, 7, 0.1, Offence.FORGED),
+        ("async", 7, 6, 0.0, Offence.MALFORMED),
+        # It may have trained on since it was probed: there is nothing to compare that with.
+        (2, 3, 4, 0.1, None),
+        ("async", 1, 2, 0.1, None),
+        # But not beyond the last round.
+        (2, 4, ROUNDS + 1, 0.0, Offence.MALFORMED),
+        ("async", 4, ROUNDS + 1, 0.0, Offence.MALFORMED),
+        ("async", 4, ROUNDS, 0.0, None),
+    ],
+)
+async def test_a_model_must_agree_with_the_sketch_of_its_round(
+    staleness: int | str, sketched: int, sent: int, by: float, offence: Offence | None
+) -> None:
+    other = Scripted()
+    exchange = exchange_with(other, staleness)
+    exchange.begin_round()
+    received = await pulled(other, exchange, sketched=sketched, sent=sent, by=by)
+    assert other.offences == ([] if offence is None else [offence])
+    assert (received is None) == (offence is not None)
+    if received is not None:
+        assert received.round == sent
+
+
+@pytest.mark.parametrize("staleness", [0, 2, "async"])
+async def test_sketches_and_newest_models_are_of_the_plans_rounds(staleness: int | str) -> None:
+    other = Scripted()
+    exchange = exchange_with(other, staleness)
+    exchange.begin_round()
+    newest = await pulled(other, exchange, sketched=ROUNDS + 1, sent=ROUNDS, newest=True)
+    assert newest is not None
+    assert newest.round == ROUNDS
+    assert await pulled(other, exchange, sketched=4, sent=ROUNDS + 1, newest=True) is None
+    assert other.offences == [Offence.MALFORMED] * 2
+
+
+async def test_progress_beyond_the_last_round_is_a_lie() -> None:
+    other = Scripted()
+    exchange = exchange_with(other, 0)
+    other.answer = (Reached(status=Status(published=ROUNDS, finished=ROUNDS)), [])
+    assert await exchange.progress() == other.heard == [Status(published=ROUNDS, finished=ROUNDS)]
+    other.answer = (Reached(status=Status(published=ROUNDS + 1)), [])
+    assert await exchange.progress() == []
+    assert other.offences == [Offence.MALFORMED]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "front"),
+    [([], 0), ([0, 0], 0), ([5], 5), ([3, 9], 3), ([3, 3, 9, 9], 3), ([3, 9, 9], 9), ([0, 4], 4)],
+)
+def test_half_of_them_send_nobody_ahead(rounds: list[int], front: int) -> None:
+    assert typical(rounds) == front
+    # One alone is believed only if there is nobody else.
+    assert confirmed(rounds) == (0 if sorted(rounds)[:-1] == [0] else front)

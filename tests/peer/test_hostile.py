@@ -52,6 +52,7 @@ from peer.network.messages import (
     Pong,
     Probe,
     Pull,
+    Reached,
     Reason,
     Refused,
     Reply,
@@ -135,8 +136,16 @@ LIES: list[tuple[type[Request], str, Lie]] = [
 FIRST_LIE = 3
 
 
+AHEAD = Status(published=FIRST_LIE + len(LIES) - 1, finished=FIRST_LIE + len(LIES) - 1)
+
+
 async def lying(request: Request, reply: Reply, chunks: list[bytes]) -> Messages:
-    """Tell another lie each round, to all who ask."""
+    """Tell another lie each round, to all who ask, and always that everybody is far ahead."""
+    if isinstance(reply, Pong | Known):
+        told = tuple(update.model_copy(update={"status": AHEAD}) for update in reply.updates)
+        reply = reply.model_copy(update={"updates": told})
+    if isinstance(reply, Reached):
+        reply = reply.model_copy(update={"status": AHEAD})
     if isinstance(request, Probe | Pull) and 0 <= request.round - FIRST_LIE < len(LIES):
         kind, _, lie = LIES[request.round - FIRST_LIE]
         if isinstance(request, kind):
@@ -144,8 +153,8 @@ async def lying(request: Request, reply: Reply, chunks: list[bytes]) -> Messages
     return await honest(request, reply, chunks)
 
 
-SOON = 3.0
-"""Seconds that an answer may take while the machine is busy with the attack, too."""
+SOON = 10.0
+"""Seconds that an answer may take at most, on a machine that is busy with other things, too."""
 PRESENT = (State.ALIVE, State.SUSPECT)
 
 

@@ -479,6 +479,50 @@ async def test_forgetting_an_address_ends_requests_on_what_was_its_connection() 
             await asyncio.wait_for(task, 1)
 
 
+@pytest.mark.parametrize(
+    ("begun", "more"),
+    [
+        pytest.param(False, 0, id="before its only frame is taken"),
+        pytest.param(False, 5000, id="before its first frame is taken"),
+        pytest.param(True, 5000, id="while the rest is dropped"),
+    ],
+)
+async def test_a_connection_is_given_up_while_a_message_arrives(
+    begun: bool, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most_frames, recv = module._Link.most_frames, zmq.asyncio.Socket.recv
+    with zmq.asyncio.Context() as context:
+        router = context.socket(zmq.ROUTER)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        address = f"tcp://127.0.0.1:{port}"
+        async with opened() as client, opened() as server:
+
+            async def forgotten(socket: zmq.asyncio.Socket, **flags: Any) -> Any:
+                """As if the loop had turned to another task first."""
+                frame = await recv(socket, **flags)
+                client.forget(address)
+                return frame
+
+            def given_up(link: module._Link) -> int:
+                """Called when the first frame was taken."""
+                asyncio.get_running_loop().call_soon(client.forget, address)
+                return most_frames(link)
+
+            if begun:
+                monkeypatch.setattr(module._Link, "most_frames", given_up)
+            else:
+                monkeypatch.setattr(zmq.asyncio.Socket, "recv", forgotten)
+            asking = asyncio.create_task(client.request(address, PING, timeout=30))
+            routing_id, _ = await router.recv_multipart()
+            await router.send_multipart([routing_id, encode(Pong(updates=())), *[b""] * more])
+            with pytest.raises(UnreachableError, match="given up"):
+                await asking
+            monkeypatch.undo()
+            # Nothing else was harmed.
+            await client.request(server.control, PING, timeout=30)
+        router.close(0)
+
+
 async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "IDLE_LINK", 0.2)
     async with pair() as (server, client):
