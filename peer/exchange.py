@@ -370,11 +370,11 @@ class Exchange:
         return True
 
     async def progress(self) -> list[Status]:
-        """Return how far those who are there say that they themselves are; nothing unless more than
-        half of them answer.
+        """Return how far those who are there say that they themselves are; nothing unless half of
+        them answer.
 
-        [choice] Once these have, the rest have the time of four pings: one of them may be dead,
-        unnoticed so far.
+        [choice] Where more than half have answered in the time of four pings, the rest are not
+        waited for: one of them may be dead, unnoticed so far.
         """
         asked = self._swarm.trusted(self._plan.rounds)
         heard: list[Status] = []
@@ -390,7 +390,7 @@ class Exchange:
             if 2 * len(heard) > len(asked):
                 for task in tasks:
                     task.cancel()
-        return heard if 2 * len(heard) > len(asked) else []
+        return heard if 2 * len(heard) >= len(asked) else []
 
     async def _progress_of(self, index: int, round_: int, wait: float) -> Status:
         """Return how far a peer says it is, once it has finished `round_` or after `wait` seconds.
