@@ -16,14 +16,18 @@ OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.truncate"}
 """Of these the interpreter tells before they are done (PEP 578)."""
 
 
-def kill_before(operation: int, directory: str) -> None:
+def kill_before(operation: int, directory: str, *, name: str = "", times: int = 0) -> None:
     """From now on count the file operations of this process in a directory, and kill it just before
-    the one of that number, from 0."""
-    left = operation
+    the one of that number, from 0; with `times` from when it has opened a file there so often whose
+    path holds `name`."""
+    left, unopened = operation, times
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal left
+        nonlocal left, unopened
         if event in OPERATIONS and directory in str(arguments[0]):
+            if unopened:
+                unopened -= event == "open" and name in str(arguments[0])
+                return
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             left -= 1

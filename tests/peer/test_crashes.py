@@ -10,6 +10,7 @@ import asyncio
 import os
 import random
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -273,25 +274,25 @@ def two_peers(plan: Path, state: Path) -> list[str]:
 
 
 def whole_run(
-    plan: Path, state: Path, prepare: Callable[[], None] | None = None
+    plan: Path, state: Path, prepare: Callable[[], None] | None = None, *, text: str = WHOLE
 ) -> subprocess.CompletedProcess[str]:
     """Run both to the end; `prepare` is done by their process first."""
-    plan.write_text(WHOLE)
+    plan.write_text(text)
     return subprocess.run(
         two_peers(plan, state),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
         preexec_fn=prepare,
     )
 
 
-def ends_the_same(states: list[Path]) -> None:
+def ends_the_same(states: list[Path], rounds: int = 12) -> None:
     """Fail unless runs have finished with the same models, bit by bit."""
     for replica in ("replica-0", "replica-1"):
         found = [newest_checkpoint(state / replica) for state in states]
-        assert all(checkpoint is not None and checkpoint.t == 12 for checkpoint in found)
+        assert all(checkpoint is not None and checkpoint.t == rounds for checkpoint in found)
         first, *others = [checkpoint.model for checkpoint in found if checkpoint is not None]
         for other in others:
             np.testing.assert_array_equal(first, other)
@@ -352,28 +353,46 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     ends_the_same([Path(f"{state}.kept"), tmp_path / "well"])
 
 
+LONG = WHOLE.replace("rounds = 12", "rounds = 104")
+
+
+def life_until(plan: Path, state: Path, **moment: Any) -> int:
+    """Let two peers live until they are killed before a file operation; return the exit code."""
+    script = f"import damage; damage.kill_before(directory={str(state)!r}, **{moment!r})\n"
+    script += "from peer.cli import main; main()"
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-c", script, *two_peers(plan, state)[3:]],
+        capture_output=True,
+        timeout=200,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert ended.returncode in (-signal.SIGKILL, 0), ended.stderr
+    return ended.returncode
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_processes_killed_at_fifty_file_operations_end_the_same(tmp_path: Path) -> None:
-    plan = tmp_path / "plan.toml"
-    plan.write_text(WHOLE)
-    rng = random.Random(7)
-    for operation in [*range(30), *rng.sample(range(30, 200), 20)]:
-        state = tmp_path / "ill"
-        script = f"import damage; damage.kill_before({operation}, {str(state)!r})\n"
-        script += "from peer.cli import main; main()"
-        flags = two_peers(plan, state)[3:]
-        paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-        ended = subprocess.run(
-            [sys.executable, "-c", script, *flags], capture_output=True, timeout=100, check=False,
-            env={**os.environ, "PYTHONPATH": paths},
-        )  # fmt: skip
-        assert ended.returncode in (-9, 0), ended.stderr
-        if ended.returncode == 0:
-            break
+@pytest.mark.timeout(1800)
+def test_a_process_killed_fifty_times_over_its_whole_run_ends_the_same(tmp_path: Path) -> None:
+    plan, state, rng = tmp_path / "plan.toml", tmp_path / "ill", random.Random(7)
+    plan.write_text(LONG)
+    deaths = []
+    for number in range(50):
+        found = newest_checkpoint(state / "replica-0")
+        reached = 0 if found is None else found.t
+        if number % 5 < 2:  # in its start, or soon after
+            moment: dict[str, Any] = {"operation": rng.randrange(60)}
+        else:  # about that round is written down, which is 2 % of the run further each time
+            ahead = max(1, 2 * (number + 1) - reached)
+            moment = {"operation": rng.randrange(8), "times": ahead}
+            moment["name"] = "replica-0/.checkpoint-"
+        assert life_until(plan, state, **moment) == -signal.SIGKILL
+        deaths.append(reached)
+    assert max(later - one for one, later in pairwise([*deaths, 104])) < 15
     for name in ("ill", "well"):
-        assert whole_run(plan, tmp_path / name).returncode == 0
-    ends_the_same([tmp_path / "ill", tmp_path / "well"])
+        assert whole_run(plan, tmp_path / name, text=LONG).returncode == 0
+    ends_the_same([tmp_path / "ill", tmp_path / "well"], 104)
 
 
 # Clocks.

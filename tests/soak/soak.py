@@ -23,14 +23,13 @@ from bars import BARS, Outcome
 
 def table(outcomes: Iterable[Outcome]) -> str:
     """Return outcomes as a Markdown table."""
-    rows = [
-        f"| {o.bar} | {o.limit} | {o.measured} | {'yes' if o.met else 'NO'} |" for o in outcomes
-    ]
+    words = {True: "yes", False: "NO", None: "not measured"}
+    rows = [f"| {o.bar} | {o.limit} | {o.measured} | {words[o.met]} |" for o in outcomes]
     return "\n".join(["| bar | limit | measured | met |", "|---|---|---|---|", *rows])
 
 
 def main() -> int:
-    """Measure what was asked for; return 0 when every bar is met."""
+    """Measure what was asked for; return 0 when every bar was measured and is met."""
     parser = argparse.ArgumentParser(description="Soak the membership of real peers.")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--only", choices=BARS, action="append", help="repeatable")
