@@ -1,14 +1,16 @@
-"""What a peer does with the models that it received before they become part of its own.
+"""What is made of models received: of its neighbours' by a peer, of a cluster's by a coordinator.
 
-In this order: the gate asks which of them serve on samples that nobody trained on; norm clipping
-bounds how far each can move; the rule makes one model of them. Live peers and the laboratory mix by
-this one definition. None of it tells an attacker from an honest stranger, and none sees a backdoor.
+In this order: the gate asks which of them serve on samples that nobody trained on, which only peers
+have; norm clipping bounds how far each can move; the rule makes one model of them. Live federations
+and the laboratory mix by this one definition. None of it tells an attacker from an honest stranger,
+and none sees a backdoor.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median_low
 from typing import NamedTuple
 
 from peer import robust
@@ -17,6 +19,13 @@ from peer.plan import DefencePlan
 
 Judge = Callable[[list[Vector]], list[float]]
 """Models, each [e] -> their losses on one's own held-out samples."""
+
+
+class Measure(NamedTuple):
+    """What differences are taken from, [e], and what their lengths are measured by."""
+
+    centre: Vector
+    length: float
 
 
 class Mixed(NamedTuple):
@@ -59,27 +68,62 @@ def mix(
             j for j, loss in zip(received, losses, strict=True) if admitted(loss, at_home, defence)
         ]
     refused = [j for j in received if j not in used]
-    others = [received[j] for j in used]
+    models = [own, *(received[j] for j in used)]
     if weights is not None:
         shares = dict(zip(received, weights[1:], strict=True))
         weights = [weights[0], *(shares[j] for j in used)]
-    if defence.clip is not None and others:
-        bound = defence.clip * robust.norm(own, before)
-        others = [robust.clip_difference(own, other, bound) for other in others]
-    return Mixed(_combine(defence, own, before, others, weights), used, refused)
+
+    def measure() -> Measure:
+        # [choice] from one's own model, as peers have no common one to take differences from (L.
+        # He, S. P. Karimireddy, M. Jaggi, "Byzantine-robust decentralized learning via
+        # ClippedGossip", 2022).
+        return Measure(own, robust.norm(own, before))
+
+    return Mixed(combine(defence, models, weights, measure), used, refused)
 
 
-def _combine(
+def pool(
     defence: DefencePlan,
-    own: Vector,
-    before: Vector,
-    others: Sequence[Vector],
+    centre: Vector | None,
+    received: Sequence[Vector],
     weights: Sequence[float] | None,
 ) -> Vector:
-    models = [own, *others]
+    """Return what a coordinator makes of the models received from a cluster, each [e].
+
+    `centre` [e] is the model that they were trained from; None when the coordinator does not know
+    it: [choice] the coordinate-wise median of those received then stands for it. Lengths are
+    measured by the median of ||w_i - centre||, in which attackers have no say but to make it
+    shorter while at least half are honest: the adaptive clipping of T. D. Nguyen, P. Rieger, H.
+    Chen et al., "FLAME: taming backdoors in federated learning", 2022, algorithm 1. [choice] Of an
+    even number, the lower one of the middle two. The gate is for peers: it is not asked. Raises
+    ValueError as `average` does.
+    """
+
+    def measure() -> Measure:
+        begin = robust.median(received) if centre is None else centre
+        return Measure(begin, median_low(robust.norm(model, begin) for model in received))
+
+    return combine(defence, received, weights, measure)
+
+
+def combine(
+    defence: DefencePlan,
+    models: Sequence[Vector],
+    weights: Sequence[float] | None,
+    measure: Callable[[], Measure],
+) -> Vector:
+    """Return one model [e] of several by the defence's clipping and rule.
+
+    `weights`: of the models, None for equal ones. `measure` is asked only where lengths count.
+    Raises ValueError as `average` does.
+    """
+    centre, length = measure() if defence.measures else Measure(models[0], math.inf)
+    if defence.clip is not None:
+        bound = defence.clip * length
+        models = [robust.clip_difference(centre, model, bound) for model in models]
     match defence.rule:
         case "mean":
-            return average(own, others, weights)
+            return average(models[0], models[1:], weights)
         case "median":
             return robust.median(models)
         case "trimmed-mean":
@@ -89,5 +133,4 @@ def _combine(
         case "multi-krum":
             return robust.multi_krum(models, defence.byzantine)
         case "centred-clipping":
-            radius = defence.radius * robust.norm(own, before)
-            return robust.centred_clipping(models, radius, defence.steps)
+            return robust.centred_clipping(models, centre, defence.radius * length, defence.steps)

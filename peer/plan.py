@@ -199,7 +199,11 @@ class CflPlan(_Table):
 
 
 class DefencePlan(_Table):
-    """What a peer does against models that were meant to harm it."""
+    """What a peer, or a coordinator, does against models that were meant to harm.
+
+    Lengths are in norms of one's own update of the round; at a coordinator, in the median norm of
+    the updates that came from a cluster.
+    """
 
     gate: bool = Field(
         default=False,
@@ -216,11 +220,15 @@ class DefencePlan(_Table):
     clip: float | None = Field(
         default=None,
         gt=0,
-        description="a model's difference from one's own is shortened to so many times the norm "
-        "of one's own update of the round; as long as it is if not given",
+        description="a model's difference from one's own, or at a coordinator from the cluster's, "
+        "is shortened to so many lengths; as long as it is if not given",
     )
     rule: Literal["mean", "median", "trimmed-mean", "krum", "multi-krum", "centred-clipping"] = (
-        Field(default="mean", description="what is made of one's own model and those taken")
+        Field(
+            default="mean",
+            description="what is made of one's own model and those taken, or at a coordinator of "
+            "those that came from a cluster",
+        )
     )
     byzantine: int = Field(
         default=1,
@@ -231,7 +239,7 @@ class DefencePlan(_Table):
     radius: float = Field(
         default=1.0,
         gt=0,
-        description="of centred-clipping, in norms of one's own update of the round",
+        description="of centred-clipping, in lengths",
     )
     steps: int = Field(default=3, ge=1, le=1000, description="iterations of centred-clipping")
 
@@ -239,6 +247,28 @@ class DefencePlan(_Table):
     def acts(self) -> bool:
         """Whether models are mixed in any other way than by their mean."""
         return self.gate or self.clip is not None or self.rule != "mean"
+
+    @property
+    def measures(self) -> bool:
+        """Whether lengths of updates count."""
+        return self.clip is not None or self.rule == "centred-clipping"
+
+    @property
+    def needs(self) -> int:
+        """How many models the rule's guarantee asks for, with f attackers' among them.
+
+        Krum: 2 f + 3 (Blanchard et al. 2017); the trimmed mean: 2 f + 1 (Yin et al. 2018).
+        """
+        match self.rule:
+            case "krum" | "multi-krum":
+                return 2 * self.byzantine + 3
+            case "trimmed-mean":
+                return 2 * self.byzantine + 1
+        return 1
+
+
+UNDEFENDED = DefencePlan()
+"""No defence: models are mixed by their mean."""
 
 
 class PrivacyPlan(_Table):

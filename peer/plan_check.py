@@ -30,11 +30,7 @@ def check_plan(plan: Plan, *, central: bool = False, data: str | None = None) ->
             "all of it",
             'local is for peers among themselves; set "average"',
         )
-    if plan.method in CENTRAL and plan.defence.acts:
-        raise UserError(
-            f"defence: the coordinator of {plan.method} averages and has no data to judge by",
-            "[defence] is for peers among themselves; leave it out",
-        )
+    _check_defence(plan)
     if plan.privacy.acts:
         check_privacy(plan)
     l, k = plan.matching.l, plan.matching.k  # noqa: E741
@@ -46,6 +42,23 @@ def check_plan(plan: Plan, *, central: bool = False, data: str | None = None) ->
         raise UserError(f"model: there is no built-in model {plan.model!r}", f"there are {known}")
     if data is None and plan.data != OWN:
         _check_data(plan)
+
+
+def _check_defence(plan: Plan) -> None:
+    """Raise UserError for a defence that could not do what its name says."""
+    defence, k = plan.defence, plan.matching.k
+    if plan.method in CENTRAL:
+        if defence.gate:
+            raise UserError(
+                f"defence.gate: the coordinator of {plan.method} has no samples to judge by",
+                "leave it out; defence.clip and defence.rule need none",
+            )
+    elif plan.method != "local" and k + 1 < defence.needs:
+        raise UserError(
+            f"defence: {defence.rule} against byzantine = {defence.byzantine} needs "
+            f"{defence.needs} models, a peer's own and k = {defence.needs - 1}, not k = {k}",
+            "raise matching.k, or set rule = median, which needs no byzantine",
+        )
 
 
 def check_privacy(plan: Plan) -> None:

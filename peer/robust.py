@@ -35,22 +35,22 @@ def norm(vector: Vector, origin: Vector | None = None) -> float:
     return math.sqrt(square)
 
 
-def clip_difference(own: Vector, other: Vector, bound: float) -> Vector:
-    """Return own + d min(1, bound / ||d||) [e] with d = other - own: norm clipping.
+def clip_difference(centre: Vector, other: Vector, bound: float) -> Vector:
+    """Return centre + d min(1, bound / ||d||) [e] with d = other - centre: norm clipping.
 
     Z. Sun, P. Kairouz, A. T. Suresh, H. B. McMahan, "Can you really backdoor federated learning?",
-    2019. [choice] Differences are taken from one's own model, as no server has a common one.
+    2019.
     """
-    _check([own, other])
-    length = norm(other, own)
-    return other if length <= bound else _towards(own, other, bound / length)
+    _check([centre, other])
+    length = norm(other, centre)
+    return other if length <= bound else _towards(centre, other, bound / length)
 
 
-def _towards(own: Vector, other: Vector, share: float) -> Vector:
-    moved = np.empty_like(own)
-    for start in range(0, own.size, BLOCK):
+def _towards(centre: Vector, other: Vector, share: float) -> Vector:
+    moved = np.empty_like(centre)
+    for start in range(0, centre.size, BLOCK):
         block = slice(start, start + BLOCK)
-        begin = own[block].astype(np.float64)
+        begin = centre[block].astype(np.float64)
         moved[block] = begin + share * (other[block] - begin)
     return moved
 
@@ -129,16 +129,15 @@ def multi_krum(models: Sequence[Vector], f: int) -> Vector:
     return average(first, others)
 
 
-def centred_clipping(models: Sequence[Vector], radius: float, steps: int) -> Vector:
+def centred_clipping(models: Sequence[Vector], centre: Vector, radius: float, steps: int) -> Vector:
     """Return v after `steps` >= 1 of v <- v + mean_i (x_i - v) min(1, radius / ||x_i - v||), [e].
 
-    S. P. Karimireddy, L. He, M. Jaggi, "Learning from history for Byzantine robust optimization",
-    2021, equation (CC). [choice] v starts at the first model, one's own, as a peer has no common
-    last aggregate (L. He, S. P. Karimireddy, M. Jaggi, "Byzantine-robust decentralized learning via
-    ClippedGossip", 2022). One step from there is norm clipping and the mean.
+    v starts at `centre`: the last aggregate, or what stands for it. S. P. Karimireddy, L. He, M.
+    Jaggi, "Learning from history for Byzantine robust optimization", 2021, equation (CC). One step
+    is norm clipping and the mean.
     """
     _check(models)
-    centre = models[0]
+    _check([centre, models[0]])
     for _ in range(steps):
         lengths = [norm(model, centre) for model in models]
         shares = [1.0 if length <= radius else radius / length for length in lengths]

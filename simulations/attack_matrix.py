@@ -19,7 +19,7 @@ from rich.table import Table
 from peer.display import percent
 from peer.errors import UserError
 from peer.matching.registry import CENTRAL
-from peer.plan import DefencePlan, Plan, describe
+from peer.plan import UNDEFENDED, DefencePlan, Plan, describe
 from simulations.attacks import Threat
 from simulations.compare import make_console
 from simulations.runs import Equipment
@@ -45,7 +45,7 @@ def parse_defences(texts: Sequence[str] | None) -> dict[str, DefencePlan]:
     tables: dict[str, Mapping[str, Any]] = {"default": DEFAULT}
     if texts is not None:
         tables = {text: _table(text) for text in texts}
-    found = {NOBODY: DefencePlan()}
+    found = {NOBODY: UNDEFENDED}
     for name, table in tables.items():
         try:
             found[name] = DefencePlan.model_validate(table)
@@ -68,7 +68,7 @@ def _table(text: str) -> dict[str, Any]:
 class Matrix:
     """What is run: every method under every threat, with every defence, by its name in tables.
 
-    A coordinator has no defence, so central methods are run without one only.
+    A coordinator has no samples to judge by, so central methods are not run with a gate.
     """
 
     plan: Plan
@@ -86,7 +86,7 @@ class Matrix:
         ]
 
     def _study(self, threat: Threat | None, name: str, defence: DefencePlan) -> Study:
-        methods = [m for m in self.methods if m not in CENTRAL or not defence.acts]
+        methods = [m for m in self.methods if m not in CENTRAL or not defence.gate]
         attack = NOBODY if threat is None else threat.label
         return Study(
             base=self.plan.model_copy(update={"defence": defence}),

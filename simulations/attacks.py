@@ -60,13 +60,14 @@ class View:
 class Attack:
     """One way to harm; by itself an honest peer. `scale` says how strongly, `usual` if not given.
 
-    `poisons`: whether its training data are changed. `omniscient`: whether it must know the honest
-    updates of its round, which no live peer does: such an attack is for the laboratory only.
+    `poisons`: whether its training data are changed. `knows`: what it must know of other peers in
+    its round, if anything: such an attack is for the laboratory only, where all have trained before
+    any model is sent. On a network a peer sends its model while others still train theirs.
     """
 
     usual: ClassVar[float] = 1.0
     poisons: ClassVar[bool] = False
-    omniscient: ClassVar[bool] = False
+    knows: ClassVar[str | None] = None
 
     def __init__(self, scale: float | None = None) -> None:
         self.scale = self.usual if scale is None else scale
@@ -222,7 +223,7 @@ class InnerProduct(Attack):
     manipulation", 2020.
     """
 
-    omniscient = True
+    knows = "all honest updates of the round"
 
     def forge(self, i: int, view: View, rng: np.random.Generator) -> Vector:  # noqa: ARG002
         """Return mean_j w_j^{t-1} - scale mean_j g_j, over the honest j of its cluster."""
@@ -241,7 +242,7 @@ class LittleIsEnough(Attack):
     """
 
     usual = 1.5
-    omniscient = True
+    knows = "all honest models of the round"
 
     def forge(self, i: int, view: View, rng: np.random.Generator) -> Vector:  # noqa: ARG002
         """Return mean_j w_j - z std_j w_j, over the honest j of its cluster."""
@@ -258,6 +259,8 @@ class Sybil(LabelFlip):
     Its data are those of label-flip. C. Fung, C. J. M. Yoon, I. Beschastnikh, "The limitations of
     federated learning in Sybil settings", 2020.
     """
+
+    knows = "the first one's model"
 
     def forge(self, i: int, view: View, rng: np.random.Generator) -> Vector:
         """Return the poisoned model of the first attacker of the cluster."""

@@ -147,9 +147,8 @@ class HostileCrew:
 class CentralPopulation:
     """The peers of `plan` and their coordinator, by `method`: fedavg or ifca.
 
-    `cluster_models` are the coordinator's, one for fedavg and c for ifca; `identities` say which is
-    each peer's: the best on its training data when it last compared them. `t` is the last finished
-    round.
+    `cluster_models` are one for fedavg and c for ifca; `identities` say which is each peer's: the
+    best on its training data when it last compared them. `t` is the last finished round.
 
     [choice] Where a round is evaluated, every peer compares the models anew, whether it took part
     or not, and is judged by its best: as it would when it came to use one.
@@ -165,13 +164,23 @@ class CentralPopulation:
             raise UserError(
                 f"{self.c} models are too many for {plan.n} peers", "set central.clusters"
             )
-        self.cluster_models: list[Vector] = [crew.initial]
+        self._initials = [crew.initial]
+        # As live coordinators, it does not know a model that nobody has trained yet.
+        self._known: list[Vector | None] = [None] * self.c
         self.identities = [0] * plan.n
         self.t = 0
         self._true_clusters = [plan.cluster_of(i) for i in range(plan.n)]
         self._draws = 0
         if self.c > 1:
             self._draw_models()
+
+    @property
+    def cluster_models(self) -> list[Vector]:
+        """The model of every cluster, each [e]."""
+        return [
+            initial if known is None else known
+            for initial, known in zip(self._initials, self._known, strict=True)
+        ]
 
     @property
     def models(self) -> Models:
@@ -201,7 +210,8 @@ class CentralPopulation:
         if plan.matching.weighting == "samples":
             weights = dict(enumerate(self.crew.samples))
         identities = dict(enumerate(self.identities))
-        self.cluster_models = ifca.aggregate(self.cluster_models, received, identities, weights)
+        moved = ifca.aggregate(self._known, received, identities, weights, plan.defence)
+        self._known = list(moved)
         scores: Sequence[Scores | None] = [None] * plan.n
         if evaluate:
             if self.c > 1:
@@ -235,7 +245,7 @@ class CentralPopulation:
             return dict(enumerate(map(best_model, losses)))
 
         drive(rounds.draw_models(everyone), choose)
-        self.cluster_models = drawn(rounds.draw)
+        self._initials = drawn(rounds.draw)
         self.identities = [rounds.places[i] for i in everyone]
 
     def _arriving(self, models: Sequence[Vector]) -> list[Vector]:

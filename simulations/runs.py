@@ -19,7 +19,7 @@ from peer.display import FederationView
 from peer.errors import FederationError, UserError
 from peer.learning.names import CUSTOM, OWN
 from peer.matching.registry import CENTRAL
-from peer.plan import CentralPlan, CflPlan, DefencePlan, MatchingPlan, Plan, describe
+from peer.plan import UNDEFENDED, CentralPlan, CflPlan, DefencePlan, MatchingPlan, Plan, describe
 from peer.plan_check import check_plan
 from peer.rundir import (
     COMPARISON,
@@ -248,7 +248,7 @@ class PopulationMaker:
                 # `local` stands for all that hold out no samples, `random` for those that do.
                 "method": "random" if plan.held_out(4) else "local",
                 "rounds": 1,
-                "defence": DefencePlan.model_validate(gate) if plan.held_out(4) else DefencePlan(),
+                "defence": DefencePlan.model_validate(gate) if plan.held_out(4) else UNDEFENDED,
                 "matching": MatchingPlan.model_validate(matching),
                 "central": CentralPlan(),
                 "cfl": CflPlan(),

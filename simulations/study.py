@@ -28,7 +28,7 @@ from rich.progress import (
 
 from peer.errors import UserError
 from peer.matching.registry import CENTRAL, method_names
-from peer.plan import CentralPlan, CflPlan, DefencePlan, MatchingPlan, Plan
+from peer.plan import UNDEFENDED, CentralPlan, CflPlan, MatchingPlan, Plan
 from peer.rundir import SUMMARY, final_rows, read_json, read_metrics, read_plan
 from simulations.runs import Equipment, PopulationMaker, changed, run_population
 
@@ -131,7 +131,7 @@ def canonical(plan: Plan) -> Plan:
         "cfl": CflPlan(),
     }
     if plan.method == BASELINE:
-        update["defence"] = DefencePlan()
+        update["defence"] = UNDEFENDED
     return plan.model_copy(update=update)
 
 

@@ -40,7 +40,7 @@ from bootstrap.coordination.bipartition import (
 )
 from bootstrap.coordination.tree import Node, ParameterTree
 from peer.learning.learner import Vector
-from peer.plan import CflPlan
+from peer.plan import UNDEFENDED, CflPlan, DefencePlan
 
 Members = tuple[int, ...]
 
@@ -114,11 +114,17 @@ class ClusteredServer:
         settings: CflPlan,
         tree: ParameterTree,
         true_clusters: Sequence[int] | None = None,
+        *,
+        defence: DefencePlan = UNDEFENDED,
     ) -> None:
-        """Go on from `tree`. `true_clusters`, by peer, serve the diagnostics alone."""
+        """Go on from `tree`. `true_clusters`, by peer, serve the diagnostics alone.
+
+        `defence` says what clusters move by instead of their mean update.
+        """
         self.settings = settings
         self.tree = tree
         self._true_clusters = true_clusters
+        self._defence = defence
 
     def step(
         self, t: int, updates: Mapping[int, Vector], weights: Mapping[int, float] | None = None
@@ -143,15 +149,22 @@ class ClusteredServer:
         """Move cluster v, or split it and move its halves."""
         node = self.tree.nodes[v]
         mean = _mean(updates, weights)
+        # [choice] a cut is judged by the updates as they came, and by their mean: what Krum makes
+        # of them never is small.
         attempt = self._judge(v, t, updates, mean)
         if attempt.children is None or attempt.evidence is None:
-            node.update = node.update + mean
+            acts = self._defence.acts
+            node.update = node.update + (self._pooled(updates, weights) if acts else mean)
             return attempt
         halves = [{i: updates[i] for i in half} for half in attempt.evidence.halves]
-        # [choice] this round's updates are not lost: each half starts with the mean of its own.
+        # [choice] this round's updates are not lost: each half starts with those of its own.
         for child, half in zip(self.tree.split(v, t, halves), halves, strict=True):
-            self.tree.nodes[child].update = node.update + _mean(half, weights)
+            self.tree.nodes[child].update = node.update + self._pooled(half, weights)
         return attempt
+
+    def _pooled(self, updates: Mapping[int, Vector], weights: Mapping[int, float] | None) -> Vector:
+        """Return what the defence makes of updates, [e]; their mean without one."""
+        return fedavg.aggregate(_nothing(updates), updates, weights, self._defence)
 
     def _judge(self, v: int, t: int, updates: Mapping[int, Vector], mean: Vector) -> Attempt:
         """Return what is to be said of splitting cluster v, and remember what was found."""
@@ -271,8 +284,11 @@ def _confirm(node: Node, halves: tuple[Members, Members] | None, settings: CflPl
 
 
 def _mean(updates: Mapping[int, Vector], weights: Mapping[int, float] | None) -> Vector:
-    nothing = np.zeros_like(next(iter(updates.values())))
-    return fedavg.aggregate(nothing, updates, weights)
+    return fedavg.aggregate(_nothing(updates), updates, weights)
+
+
+def _nothing(updates: Mapping[int, Vector]) -> Vector:
+    return np.zeros_like(next(iter(updates.values())))
 
 
 def _norm(vector: Vector) -> float:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
-from peer.aggregation import Vector, average
+from peer.aggregation import Vector
+from peer.defence import pool
 from peer.matching.selection import draw
+from peer.plan import UNDEFENDED, DefencePlan
 from peer.randomness import Purpose, generator
 
 Model = TypeVar("Model", bound=Vector | None)
@@ -30,15 +32,19 @@ def participants(known: Collection[int], fraction: float, seed: int, t: int) -> 
 
 
 def aggregate(
-    model: Model, received: Mapping[int, Vector], weights: Mapping[int, float] | None = None
+    model: Model,
+    received: Mapping[int, Vector],
+    weights: Mapping[int, float] | None = None,
+    defence: DefencePlan = UNDEFENDED,
 ) -> Vector | Model:
     """Return the mean [e] of the models received, by peer; `model` itself when there are none.
 
-    All count equally unless `weights` (sample counts, say) are given, one for every peer at least
-    that a model came from. Raises ValueError as `peer.aggregation.average`.
+    `model` is what they were trained from. All count equally unless `weights` (sample counts, say)
+    are given, one for every peer at least that a model came from. With a `defence` it is not the
+    mean but what `peer.defence.pool` makes of them. Raises ValueError as that does.
     """
     if not received:
         return model
     senders = sorted(received)
-    first, *others = (received[i] for i in senders)
-    return average(first, others, None if weights is None else [weights[i] for i in senders])
+    shares = None if weights is None else [weights[i] for i in senders]
+    return pool(defence, model, [received[i] for i in senders], shares)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from bootstrap.coordination import fedavg
 from bootstrap.coordination.fedavg import Model
 from peer.aggregation import Vector
+from peer.plan import UNDEFENDED, DefencePlan
 
 
 def aggregate(
@@ -18,15 +19,18 @@ def aggregate(
     received: Mapping[int, Vector],
     identities: Mapping[int, int],
     weights: Mapping[int, float] | None = None,
+    defence: DefencePlan = UNDEFENDED,
 ) -> list[Vector | Model]:
     """Return the c models after a round: each the mean of those its cluster's peers sent.
+
+    With a `defence` it is what `fedavg.aggregate` makes of these.
 
     `received`, `identities` and `weights` are by peer. A cluster that nobody sent a model for keeps
     its own.
     """
     return [
         fedavg.aggregate(
-            model, {i: sent for i, sent in received.items() if identities[i] == j}, weights
+            model, {i: sent for i, sent in received.items() if identities[i] == j}, weights, defence
         )
         for j, model in enumerate(models)
     ]

@@ -131,7 +131,9 @@ class ModelRounds:
         answers = yield self._exchange(Work.TRAIN, t, trained)
         if not answers:
             return None
-        moved = ifca.aggregate(self.own, _vectors(answers), self.places, weights)
+        moved = ifca.aggregate(
+            self.own, _vectors(answers), self.places, weights, self._plan.defence
+        )
         self.own, self.version = list(moved), t
         yield from self.settle(t, there)
         return Outcome({i: trained[i] for i in answers})
@@ -177,7 +179,7 @@ class ClusterRounds:
 
     def __init__(self, plan: Plan, tree: ParameterTree, version: int = 0) -> None:
         clusters = [plan.cluster_of(i) for i in range(plan.n)]
-        self.server = ClusteredServer(plan.cfl, tree, clusters)
+        self.server = ClusteredServer(plan.cfl, tree, clusters, defence=plan.defence)
         self.version, self.draw = version, 0
 
     @property

@@ -119,16 +119,16 @@ def make_devices(devices: Devices, classes: Sequence[str], seed: int) -> list[De
 
 
 def check_attack(name: str | None, key: Key) -> None:
-    """Raise MistakeError unless peers on a network can attack so, or no attack is named."""
+    """Raise MistakeError unless a peer by itself can attack so, or no attack is named."""
     if name is None:
         return
-    usable = [own for own in attack_names() if not Threat(own).means.omniscient]
+    usable = [own for own in attack_names() if Threat(own).means.knows is None]
     if name not in attack_names():
         raise MistakeError(key, f"there is no attack {name!r}", f"there are {', '.join(usable)}")
     if name not in usable:
         raise MistakeError(
             key,
-            f"{name} knows the honest updates of its round, which no peer on a network does",
+            f"{name} needs {Threat(name).means.knows}, which a peer of a scenario does not know",
             "simulate compare PLAN --attack runs it in the laboratory",
         )
 

@@ -14,7 +14,7 @@ from bootstrap.coordination.tree_store import TREE, TreeStore
 from peer.learning.build import prepare
 from peer.learning.learner import Learner
 from peer.node import LearnerFactory
-from peer.plan import Plan
+from peer.plan import UNDEFENDED, Plan
 from peer.rundir import read_metrics, read_topology
 from simulations.clustered import ClusteredPopulation
 from simulations.report import write_report
@@ -109,6 +109,24 @@ async def test_ifca_whose_models_are_too_many(
 async def test_fedavg(tmp_path: Path, fraction: float) -> None:
     plan = small("fedavg", central={"fraction": fraction}, matching={"weighting": "samples"})
     await check(plan, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("method", "defence"),
+    [
+        ("cfl", {"rule": "multi-krum"}),
+        ("ifca", {"rule": "centred-clipping", "clip": 2.0}),
+        ("fedavg", {"rule": "trimmed-mean", "byzantine": 2}),
+    ],
+)
+async def test_defended(tmp_path: Path, method: str, defence: dict[str, Any]) -> None:
+    permutes = method == "cfl"
+    plan = small(method, defence=defence, cfl={"patience": 2, "permute": permutes})
+    rows = await check(plan, tmp_path, secret=SECRET if permutes else None)
+    assert len(splits(rows)) == permutes
+    plain = laboratory(plan.model_copy(update={"defence": UNDEFENDED}))
+    last = list(plain.run())[-1]
+    assert [row["loss"] for row in last] != [row["loss"] for row in rows[-plan.n :]]
 
 
 @pytest.mark.parametrize("method", ["cfl", "ifca", "fedavg"])

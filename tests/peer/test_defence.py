@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peer.defence import Mixed, admitted, mix, refusals
+from peer.aggregation import average
+from peer.defence import Mixed, admitted, mix, pool, refusals
 from peer.errors import UserError
 from peer.learning.build import prepare
 from peer.learning.estimator_learner import EstimatorLearner
@@ -110,9 +111,61 @@ def test_plans_that_contradict_themselves() -> None:
         Plan.model_validate({**weighted, "defence": {"rule": "krum"}})
     Plan.model_validate({**weighted, "defence": {"gate": True, "clip": 1.0}})
     for method in ("cfl", "ifca", "fedavg"):
-        plan = Plan.model_validate({"n": 4, "method": method, "defence": {"clip": 1.0}})
-        with pytest.raises(UserError, match="has no data to judge by"):
+        plan = Plan.model_validate({"n": 4, "method": method, "defence": {"gate": True}})
+        with pytest.raises(UserError, match=f"the coordinator of {method} has no samples to judge"):
             check_plan(plan, central=True)
+        few = {"clip": 1.0, "rule": "krum", "byzantine": 9}  # as many as the cluster's size allows
+        check_plan(Plan.model_validate({"n": 4, "method": method, "defence": few}), central=True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "f", "needed"),
+    [("krum", 1, 4), ("multi-krum", 2, 6), ("krum", 0, 2), ("trimmed-mean", 2, 4)],
+)
+def test_a_rule_needs_enough_neighbours_for_what_it_is_to_bear(
+    rule: str, f: int, needed: int
+) -> None:
+    def check(k: int, **changes: Any) -> None:
+        defence = {"rule": rule, "byzantine": f}
+        table = {"n": 9, "matching": {"l": 9, "k": k}, "defence": defence}
+        check_plan(Plan.model_validate(table | changes))
+
+    check(needed)
+    check(needed - 1, method="local")
+    with pytest.raises(UserError, match=f"{rule} against byzantine = {f} needs .* k = {needed},"):
+        check(needed - 1)
+
+
+def pooled(models: list[Vector], centre: Vector | None, **keys: Any) -> list[float]:
+    made = pool(DefencePlan.model_validate(keys), centre, models, keys.pop("weights", None))
+    own: list[float] = made.tolist()
+    return own
+
+
+def test_a_coordinator_measures_by_the_median_norm_of_the_updates() -> None:
+    centre = vector(1, 0)
+    models = [vector(1, 4), vector(1, -1), vector(1000, 0), vector(3, 0)]
+    # Updates of norms 4, 1, 999 and 2: the lower median is 2.
+    assert pooled(models, centre, clip=1.0) == [1 + (2 + 2) / 4, (2 - 1) / 4]
+    assert pooled(models, centre, clip=2.0) == [1 + (4 + 2) / 4, (4 - 1) / 4]
+    assert pool(DefencePlan(clip=1.0), centre, models, [1, 0, 0, 3]).tolist() == [2.5, 0.5]
+    assert pooled(models, centre, rule="centred-clipping", steps=1) == [2.0, 0.25]
+    assert pooled(models, centre) == average(models[0], models[1:]).tolist()
+    # One of two can only make the other's shorter.
+    assert pooled([vector(1, 0), vector(9, 0)], centre, clip=1.0) == [1.0, 0.0]
+
+
+def test_a_coordinator_that_does_not_know_the_start_begins_at_the_median() -> None:
+    models = [vector(0), vector(1), vector(1000), vector(2), vector(3)]
+    # From 2, norms of 2, 1, 998, 0 and 1: the median is 1.
+    assert pooled(models, None, clip=1.0) == pytest.approx([(1 + 1 + 3 + 2 + 3) / 5])
+    assert pooled(models, None, rule="centred-clipping", steps=1) == pytest.approx([2.0])
+    assert pooled(models, None, rule="median") == [2.0]
+
+
+@pytest.mark.parametrize("keys", [{"gate": True, "rule": "median"}, {"rule": "median"}])
+def test_a_coordinator_is_not_asked_for_a_gate(keys: dict[str, Any]) -> None:
+    assert pooled([vector(1), vector(2), vector(50)], vector(0), **keys) == [2.0]
 
 
 def gated(n: int = 4, **keys: Any) -> Plan:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from peer.defence import pool
 from peer.errors import UserError
 from peer.learning.learner import Entry, Manifest
 from peer.permutation import MAX_SECRET, Permutation
+from peer.plan import DefencePlan
 
 SECRET = b"sixteen or more bytes"
 MANIFEST = Manifest((Entry("w", (30, 20)), Entry("mean", (40,), trainable=False)))
@@ -49,6 +53,28 @@ def test_cosines_and_norms_are_those_without_p() -> None:
 def test_p_of_a_sum_is_undone_bit_by_bit() -> None:
     p, (a, b) = Permutation(SECRET, "plan", MANIFEST), updates(2)
     assert np.array_equal(p.undo(p.apply(a) + p.apply(b)), a + b)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rule": "median"},
+        {"rule": "trimmed-mean", "byzantine": 2},
+        {"rule": "krum"},
+        {"rule": "multi-krum"},
+        {"rule": "centred-clipping"},
+        {"clip": 1.0},
+    ],
+)
+def test_a_defended_coordinator_makes_of_permuted_updates_what_it_would_without_p(
+    keys: dict[str, Any],
+) -> None:
+    p, plain = Permutation(SECRET, "plan", MANIFEST), [*updates(7)]
+    plain[3] *= 50
+    zero, defence = np.zeros(MANIFEST.size, dtype=np.float32), DefencePlan.model_validate(keys)
+    made = pool(defence, zero, [p.apply(update) for update in plain], None)
+    # Norms are sums in another order.
+    np.testing.assert_allclose(p.undo(made), pool(defence, zero, plain, None), rtol=0, atol=1e-5)
 
 
 def test_the_secret_and_the_context_decide() -> None:

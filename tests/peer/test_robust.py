@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from statistics import fmean
 from statistics import median as median_of
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from peer import robust
-from peer.aggregation import BLOCK, average
+from peer.aggregation import BLOCK, Vector, average
 
 MODELS = arrays(
     np.float32,
@@ -26,6 +27,7 @@ def vectors(*rows: tuple[float, ...]) -> list[np.ndarray]:
     return [np.array(row, dtype=np.float32) for row in rows]
 
 
+@settings(deadline=None)
 @given(MODELS, st.integers(0, 5))
 def test_ranks_coordinate_by_coordinate(models: np.ndarray, f: int) -> None:
     m, e = models.shape
@@ -51,6 +53,7 @@ def brute_scores(models: np.ndarray, f: int) -> list[float]:
     return scores
 
 
+@settings(deadline=None)
 @given(MODELS, st.integers(0, 3))
 def test_krum_by_brute_force(models: np.ndarray, f: int) -> None:
     m = len(models)
@@ -73,16 +76,53 @@ def test_krum_by_hand() -> None:
     assert robust.multi_krum(models, 1).tolist() == [2.0]
 
 
+def clipped_by_hand(centre: np.ndarray, model: np.ndarray, bound: float) -> np.ndarray:
+    """Sun et al.: the difference from the centre, shortened; in float64 throughout."""
+    difference = model.astype(np.float64) - centre
+    length = sum(value**2 for value in difference.tolist()) ** 0.5
+    clipped: np.ndarray = centre + difference * (1.0 if length <= bound else bound / length)
+    return clipped
+
+
+@settings(deadline=None)
+@given(MODELS, st.floats(0.1, 300))
+def test_norm_clipping_by_brute_force(models: np.ndarray, bound: float) -> None:
+    centre = models[0]
+    for model in models:
+        made = robust.clip_difference(centre, model, bound)
+        assert made.tolist() == pytest.approx(
+            clipped_by_hand(centre, model, bound).tolist(), rel=1e-6, abs=1e-5
+        )
+        assert robust.norm(made, centre) <= bound * (1 + 1e-5) + 1e-5
+
+
+@settings(deadline=None)
+@given(MODELS, st.floats(0.1, 300), st.integers(1, 6), st.booleans())
+def test_centred_clipping_by_brute_force(
+    models: np.ndarray, radius: float, steps: int, own: bool
+) -> None:
+    begin = models[0] if own else np.ones_like(models[0])
+    centre = begin.astype(np.float64)
+    for _ in range(steps):
+        moves = [clipped_by_hand(centre, model, radius) - centre for model in models]
+        centre = centre + sum(moves) / len(models)
+    made = robust.centred_clipping(list(models), begin, radius, steps)
+    assert made.tolist() == pytest.approx(centre.tolist(), rel=1e-5, abs=1e-4)
+
+
 def test_the_clipped_by_hand() -> None:
     own, other = vectors((1, 1), (4, 5))  # 5 apart
     assert robust.clip_difference(own, other, 2.5).tolist() == [2.5, 3.0]
     assert robust.clip_difference(own, other, 5.0).tolist() == [4.0, 5.0]
     # One step from 0 by radius 5: (0 + 3 + (-5)) / 3; the next one from -2/3: (2/3 + 11/3 - 5) / 3.
     models = vectors((0,), (3,), (-300,))
-    assert robust.centred_clipping(models, 5.0, 1).tolist() == pytest.approx([-2 / 3])
-    assert robust.centred_clipping(models, 5.0, 2).tolist() == pytest.approx([-2 / 3 - 2 / 9])
+    assert robust.centred_clipping(models, models[0], 5.0, 1).tolist() == pytest.approx([-2 / 3])
+    assert robust.centred_clipping(models, models[0], 5.0, 2).tolist() == pytest.approx(
+        [-2 / 3 - 2 / 9]
+    )
 
 
+@settings(deadline=None)
 @given(MODELS, st.floats(0.1, 300))
 def test_one_step_of_centred_clipping_is_norm_clipping_and_the_mean(
     models: np.ndarray, radius: float
@@ -90,16 +130,19 @@ def test_one_step_of_centred_clipping_is_norm_clipping_and_the_mean(
     own, *others = models
     clipped = [robust.clip_difference(own, other, radius) for other in others]
     assert np.allclose(
-        robust.centred_clipping(list(models), radius, 1), average(own, clipped), atol=1e-4
+        robust.centred_clipping(list(models), own, radius, 1), average(own, clipped), atol=1e-4
     )
 
 
-RULES = {
+ZERO = np.zeros(1, dtype=np.float32)
+RULES: dict[str, Callable[[list[Vector]], Vector]] = {
     "median": robust.median,
     "trimmed-mean": lambda models: robust.trimmed_mean(models, 2),
     "krum": lambda models: robust.krum(models, 2),
     "multi-krum": lambda models: robust.multi_krum(models, 2),
-    "centred-clipping": lambda models: robust.centred_clipping(models, 1.0, 3),
+    "centred-clipping": lambda models: robust.centred_clipping(
+        models, models[0] if models else ZERO, 1.0, 3
+    ),
 }
 
 

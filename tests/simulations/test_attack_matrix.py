@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from peer.errors import UserError
-from peer.plan import DefencePlan, Plan
+from peer.plan import UNDEFENDED, DefencePlan, Plan
 from simulations import study as studies
 from simulations.attack_matrix import Matrix, matrix_table, misses, parse_defences, run_matrix
 from simulations.attacks import Threat
@@ -94,22 +94,24 @@ def test_a_matrix_is_run_once_and_goes_on_where_it_was(
         PLAN,
         [Threat("backdoor", 0.25)],
         ["random", "fedavg"],
-        {"none": DefencePlan(), "gate": DefencePlan(gate=True)},
+        {"none": UNDEFENDED, "gate": DefencePlan(gate=True), "clip": DefencePlan(clip=2.0)},
         [0],
     )
     lines = run_matrix(matrix, tmp_path, equipment=REFERENCE)
-    # random in 2 x 2 kinds, fedavg without defence only, and one local for all.
-    assert sorted(method for method, _ in made) == ["fedavg"] * 2 + ["local"] + ["random"] * 4
-    assert sum("backdoor-0.25" in name for _, name in made) == 3
+    # random in 2 x 3 kinds, fedavg with all but a gate, and one local for all.
+    assert sorted(method for method, _ in made) == ["fedavg"] * 4 + ["local"] + ["random"] * 6
+    assert sum("backdoor-0.25" in name for _, name in made) == 5
     assert [(*own.labels.values(), own.variant) for own in lines] == [
-        ("none", "none", "random"), ("none", "none", "fedavg"), ("none", "gate", "random"),
-        ("backdoor-0.25", "none", "random"), ("backdoor-0.25", "none", "fedavg"),
-        ("backdoor-0.25", "gate", "random"),
-    ]  # fmt: skip
+        (attack, defence, method)
+        for attack in ("none", "backdoor-0.25")
+        for defence in ("none", "gate", "clip")
+        for method in ("random", "fedavg")
+        if (defence, method) != ("gate", "fedavg")
+    ]
     assert all((own.backdoor is not None) == ("backdoor" in own.labels["attack"]) for own in lines)
     with (tmp_path / "attacks.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert [row["attack"] for row in rows] == ["none"] * 3 + ["backdoor-0.25"] * 3
+    assert [row["attack"] for row in rows] == ["none"] * 5 + ["backdoor-0.25"] * 5
     assert {"accuracy_mean", "accuracy_worst", "far_below_local", "backdoor", "chosen"} <= set(
         rows[0]
     )
@@ -133,7 +135,7 @@ def test_a_comparison_under_attack_says_so(tmp_path: Path) -> None:
         (["attacks", "PLAN", "--attackers", "0.01"], "is nobody"),
         (["attacks", "PLAN", "--defence", "gate=5"], "gate"),
         (["compare", "PLAN", "--attack", "ipm", "--attackers", "2"], "not between 0 and 1"),
-        (["compare", "PLAN", "--methods", "cfl", "--set", "defence.gate=true"], "no data to judge"),
+        (["compare", "PLAN", "--methods", "cfl", "--set", "defence.gate=true"], "no samples"),
         (["run", "PLAN", "--backend", "processes", "--attack", "ipm"], "for the laboratory"),
     ],
 )

@@ -21,10 +21,11 @@ from bootstrap.coordination.cfl import (
 )
 from bootstrap.coordination.tree import Node, ParameterTree
 from bootstrap.coordination.tree_store import TreeStore
+from peer.defence import pool
 from peer.errors import UserError
 from peer.learning.learner import Entry, Manifest
 from peer.permutation import Permutation
-from peer.plan import CflPlan, Plan
+from peer.plan import CflPlan, DefencePlan, Plan
 
 SIZE = 200
 MANIFEST = Manifest((Entry("w", (SIZE,)), Entry("mean", (3,), trainable=False)))
@@ -55,6 +56,21 @@ def server(n: int, labels: list[int] | None = None, **settings: Any) -> Clustere
     for i in range(n):
         tree.admit(i)
     return ClusteredServer(CflPlan(**settings), tree, labels)
+
+
+@pytest.mark.parametrize("rule", ["median", "krum"])
+def test_a_defended_cluster_moves_by_its_rule_and_is_judged_by_plain_updates(rule: str) -> None:
+    peers, defence = Peers(1, 7, 1.0), DefencePlan.model_validate({"rule": rule})
+    zero = np.zeros(MANIFEST.size, dtype=np.float32)
+    updates = {i: peers.update(i, zero, 1) for i in range(7)}
+    updates[3] = -40 * updates[3]
+    plain, other = server(7), server(7)
+    defended = ClusteredServer(other.settings, other.tree, defence=defence)
+    assert defended.step(1, updates) == plain.step(1, updates)
+    moved = defended.tree.nodes[0].update
+    assert np.array_equal(moved, pool(defence, zero, [*updates.values()], None))
+    honest = [np.linalg.norm(update) for i, update in updates.items() if i != 3]
+    assert np.linalg.norm(moved) <= max(honest) < np.linalg.norm(plain.tree.nodes[0].update)
 
 
 def advance(

@@ -10,6 +10,7 @@ import pytest
 from bootstrap.coordination import fedavg, ifca
 from peer.cluster_models import best_model, idle, initial_models
 from peer.learning.learner import Entry, Manifest, Vector
+from peer.plan import DefencePlan
 
 
 def vector(*values: float) -> Vector:
@@ -77,6 +78,18 @@ def test_each_cluster_averages_its_own_and_an_empty_one_keeps_its_model() -> Non
     assert [mean.tolist() for mean in means] == [[2], [12], [20]]
     weighted = ifca.aggregate(models, received, identities, {0: 3, 1: 1, 2: 1, 3: 1})
     assert [mean.tolist() for mean in weighted] == [[1.5], [12], [20]]
+
+
+def test_each_cluster_is_defended_by_itself() -> None:
+    models = [vector(0), None]
+    received = {0: vector(1), 1: vector(3), 2: vector(900), 3: vector(-7), 4: vector(-9)}
+    identities = {0: 0, 1: 0, 2: 0, 3: 1, 4: 1}
+    by_median = ifca.aggregate(models, received, identities, defence=DefencePlan(rule="median"))
+    assert [own.tolist() for own in by_median if own is not None] == [[3], [-8]]
+    clipped = ifca.aggregate(models, received, identities, defence=DefencePlan(clip=1.0))
+    assert [own.tolist() for own in clipped if own is not None] == [
+        [pytest.approx((1 + 3 + 3) / 3)], [-8]
+    ]  # fmt: skip
 
 
 def test_initial_models_are_w0_and_shuffles_of_it_by_tensor() -> None:

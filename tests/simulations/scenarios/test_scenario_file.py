@@ -130,7 +130,16 @@ def test_a_scenario_is_what_its_file_says(tmp_path: Path) -> None:
             'attack = "shouting"\n',
             "line 23: peers.classes[1].attack: there is no attack 'shouting'",
         ),
-        ("speed = 10\n", 'attack = "alie"\n', "line 23: peers.classes[1].attack: alie knows the"),
+        (
+            "speed = 10\n",
+            'attack = "alie"\n',
+            "line 23: peers.classes[1].attack: alie needs all honest models of the round, which",
+        ),
+        (
+            "speed = 10\n",
+            'attack = "sybil"\n',
+            "line 23: peers.classes[1].attack: sybil needs the first one's model, which a peer of",
+        ),
         (
             '"kill"\npeers = [1]',
             '"kill"\npeers = [12]',
