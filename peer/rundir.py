@@ -377,9 +377,10 @@ def merge(
     return write_summary(target, plan, wall_s=wall_s, extra=extra)
 
 
-def write_json(path: Path, table: Mapping[str, Any]) -> None:
-    """Replace `path` by a JSON object; after a crash the old or the new file is there, whole."""
-    write_atomically(path, json.dumps(table, indent=2) + "\n")
+def write_json(path: Path, value: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    """Replace `path` by a JSON object, or a list of them; after a crash the old or the new file is
+    there, whole."""
+    write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
 def _tell_attempts(rows: Sequence[MetricRow], attempts: Sequence[Mapping[str, Any]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from enum import StrEnum
@@ -513,7 +512,7 @@ def bench(
     precisions: Annotated[
         str, typer.Option(help="Of the products: float32, bfloat16, or both, separated by commas.")
     ] = "float32",
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements; medians count.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements; the best counts.")] = 5,
     workers: Annotated[
         int | None, typer.Option(min=0, help="Worker processes; a core each if not given.")
     ] = None,
@@ -521,10 +520,14 @@ def bench(
     table: Annotated[
         Path | None, typer.Option("--json", help="File for the rows, as JSON.", dir_okay=False)
     ] = None,
+    rules: Annotated[
+        Path | None, typer.Option(help="File for the rules' rows, as JSON.", dir_okay=False)
+    ] = None,
 ) -> None:
     """Measure the laboratory's speed against a naive loop and the machine's own peak, and rules."""
     from peer.learning.models import MODELS
     from peer.learning.names import TEXT_MODELS
+    from peer.rundir import write_json
     from simulations.bench import bench_table, run_bench
     from simulations.bench_rules import rules_table, run_rules
 
@@ -543,9 +546,10 @@ def bench(
     chosen = precisions.split(",")
     if unknown := set(chosen) - set(Precision):
         raise UserError(f"no precision {sorted(unknown)[0]!r}", f"there are {', '.join(Precision)}")
-    if table is not None:
-        table.touch()  # to fail now, not after all the measuring
-    rows = run_bench(
+    for file in filter(None, (table, rules)):
+        file.touch()  # to fail now, not after all the measuring
+    rows = []
+    for row in run_bench(
         names,
         numbers,
         chosen,
@@ -553,11 +557,14 @@ def bench(
         workers=workers,
         device=device.value,
         progress=lambda what: print(what, file=sys.stderr, flush=True),
-    )
-    rules = run_rules(repeats=repeats)
-    print(bench_table(rows), rules_table(rules), sep="\n\n")
-    if table is not None:
-        table.write_text(json.dumps([*rows, *rules], indent=2) + "\n", encoding="utf-8")
+    ):
+        rows.append(row)
+        if table is not None:
+            write_json(table, rows)  # after every row: what is measured outlives Ctrl-C
+    of_rules = run_rules(repeats=repeats)
+    if rules is not None:
+        write_json(rules, of_rules)
+    print(bench_table(rows), rules_table(of_rules), sep="\n\n")
 
 
 @app.command()

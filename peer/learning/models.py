@@ -26,10 +26,10 @@ Factory = Callable[[Shape, int], nn.Module]
 """(shape of one input, classes) -> a module that maps [m, *shape] to logits [m, classes]."""
 
 
-def mlp(shape: Shape, classes: int) -> nn.Sequential:
-    """One hidden layer of 200."""
+def mlp(shape: Shape, classes: int, hidden: int = 200) -> nn.Sequential:
+    """One hidden layer."""
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(math.prod(shape), 200), nn.ReLU(), nn.Linear(200, classes)
+        nn.Flatten(), nn.Linear(math.prod(shape), hidden), nn.ReLU(), nn.Linear(hidden, classes)
     )
 
 

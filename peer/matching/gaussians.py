@@ -87,7 +87,8 @@ def separate(y: npt.ArrayLike, initial: npt.ArrayLike) -> Separation:
 
 def _separate_sorted(y: Values, initial: Mask) -> Separation:
     mean, spread = float(y.mean()), float(y.std())
-    # Values that differ by rounding alone, or no more of them than parameters, say nothing.
+    # [choice] Values that differ by rounding alone, or no more of them than parameters (five), say
+    # nothing: with l <= 2 there are never more, and no bag changes.
     if y.size <= PARAMETERS[1] or spread <= 1e-9 * float(np.abs(y).max()):
         return Separation(initial, (mean, mean), (spread, spread), (1.0, 0.0), 0, separated=False)
     same = initial

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from peer.errors import UserError
+from peer.matching.registry import CENTRAL
 from peer.plan import Plan
 from peer.rundir import TopologyRow
 from simulations.paper import TABLES, Claim, _study, reading, run_paper, table_names
@@ -37,6 +38,11 @@ def test_every_table_is_runs_of_valid_plans(name: str, full: bool) -> None:
     plans = [cell.plan for cell in study.cells]
     assert len(plans) == len(study.settings) * len(study.variants) * (3 if full else 1)
     assert {plan.matching.t1 or plan.rounds // 2 for plan in plans} <= {6, 20, 50}
+    for plan in plans:
+        clusters = plan.partition.clusters
+        assert plan.n % clusters == 0  # as in the papers, equal clusters
+        if plan.method not in CENTRAL:  # there are k others of one's own cluster to find
+            assert plan.matching.k < plan.n / clusters
     labels = {key for setting in study.settings for key in setting.labels} | {"method"}
     variants = {variant.name for variant in study.variants}
     for claim in TABLES[name].claims:
@@ -57,20 +63,58 @@ def test_what_a_table_varies_is_not_set() -> None:
         run_paper("vi", Path("out"), overrides=["matching.l=4"], equipment=REFERENCE)
 
 
-def test_a_claim_is_seen_partly_seen_or_not() -> None:
+def test_a_claim_is_seen_everywhere_somewhere_or_nowhere() -> None:
     lines = [
         line("pens", 0.5, data="x"), line("panm", 0.75, data="x"),
         line("pens", 0.5, data="y"), line("panm", 0.495, data="y"),
     ]  # fmt: skip
     above = Claim("above", {"method": "panm"}, {"method": "pens"})
-    assert reading([above], lines) == ["above: partly seen in 1 of 2 (x +25.0, y -0.5 points)"]
+    assert reading([above], lines) == ["above: seen in 1 of 2 (x +25.0, y -0.5 points)"]
+    assert reading([replace(above, better=above.worse, worse=above.better)], lines[2:]) == [
+        "above: seen (y +0.5 points)"
+    ]
     near = Claim("near", {"method": "panm"}, {"method": "pens"}, margin=0.01)
-    assert reading([near], lines) == ["near: seen in 2 of 2 (x +25.0, y -0.5 points)"]
+    assert reading([near], lines) == ["near: seen in all 2 (x +25.0, y -0.5 points)"]
+    below = Claim("below", {"method": "pens"}, {"method": "panm"}, margin=0.0)
+    assert reading([below], [replace(own, accuracy_mean=0.5) for own in lines]) == [
+        "below: seen in all 2 (x +0.0, y +0.0 points)"
+    ]
     one = Claim("turn", {"method": "pens", "data": "y"}, {"method": "panm", "data": "x"})
     assert reading([one], lines) == ["turn: not seen (-25.0 points)"]
     # What was not run, or has no such figure, is not judged.
     assert reading([Claim("no", {"method": "ifca"}, {"method": "pens"})], lines) == []
     assert reading([Claim("no", {"method": "panm"}, {"method": "pens"}, "recall")], lines) == []
+
+
+def test_above_is_by_more_than_runs_differ_anyway() -> None:
+    """By 0.2 points, or by the deviation over seeds of either if that is more."""
+    above = Claim("above", {"method": "panm"}, {"method": "pens"})
+    for one, deviation, verdict in (
+        (0.5, None, "not seen (+0.0 points)"),
+        (0.501, None, "not seen (+0.1 points)"),
+        (0.503, None, "seen (+0.3 points)"),
+        (0.503, 0.001, "seen (+0.3 points)"),
+        (0.503, 0.01, "not seen (+0.3 points)"),
+        (0.52, 0.01, "seen (+2.0 points)"),
+    ):
+        pair = [line("panm", one), replace(line("pens", 0.5), accuracy_sd=deviation)]
+        assert reading([above], pair) == [f"above: {verdict}"]
+    level = [line("panm", 0.5, data=data) for data in "xyz"]
+    level += [line("pens", 0.5, data=data) for data in "xyz"]
+    (text,) = reading([above], level)
+    assert text.startswith("above: not seen in any of 3 (")
+    bags = [replace(line("panm", 0.5), recall=0.5), replace(line("pens", 0.5), recall=0.4)]
+    found = replace(above, figure="recall")
+    assert reading([found], bags) == ["above: seen (+0.10)"]
+    bags[0] = replace(bags[0], recall_sd=0.2)
+    assert reading([found], bags) == ["above: not seen (+0.10)"]
+
+
+def test_pens_with_few_neighbours_is_compared_with_pens_with_many() -> None:
+    lines = [line("pens", mean, l="10", k=k) for k, mean in (("3", 0.79), ("5", 0.77), ("8", 0.75))]
+    assert reading(TABLES["vi"].claims, lines) == [
+        "PENS needs small k/l: k=3 above k=8: seen (10 +4.0 points)"
+    ]
 
 
 def write_mnist(folder: Path, train: int = 200, test: int = 40) -> None:
@@ -111,6 +155,7 @@ def test_data_that_are_not_there_leave_out_their_rows(
 
 def test_theory_beside_runs(tmp_path: Path) -> None:
     run_paper("iii", tmp_path, overrides=[*TINY, "data=digits"], equipment=REFERENCE)
+    assert {run.name.split("-")[0] for run in (tmp_path / "cells").iterdir()} == {"pens", "panm"}
     rows = (tmp_path / "table.csv").read_text().splitlines()
     assert rows[0] == 'clusters,round,"PENS, theory","NSMC, theory",pens,panm-loss,panm-grad'
     # n = 8, a = 2: a list of two can never be all true, nor with chance; a = 4: it can.
