@@ -7,7 +7,8 @@ whatever is wrong as that peer's. What is to be done is said by `bootstrap.coord
 
 An exchange ends when all of those asked who are there have answered; or at its deadline
 (`network.round_timeout`), as soon as a quorum has. Who did not answer by then is overdue: nobody
-waits for it again until it does. A round is finished once it is on the disk; only then do peers
+waits for it again until it does. Who answers what it must not, again and again, is left out for a
+while: neither asked nor waited for. A round is finished once it is on the disk; only then do peers
 hear of it, so no peer is ever ahead of a coordinator that was started again with its state. One
 that has lost its state refuses peers that are ahead, and says so.
 """
@@ -41,6 +42,8 @@ from peer.errors import ProtocolError, RefusedError, UnreachableError
 from peer.exchange import PATIENCE, PULLS_AT_ONCE
 from peer.learning.learner import Vector
 from peer.network.address import deserted, parse_address
+from peer.network.conduct import Conduct
+from peer.network.limits import Allowance
 from peer.network.messages import (
     Assignment,
     Fetch,
@@ -52,6 +55,7 @@ from peer.network.messages import (
     Task,
     Work,
 )
+from peer.network.score import Offence
 from peer.network.traffic import Fault
 from peer.network.transport import Buffer, Transport
 from peer.network.vectors import WIDTH, decode_vector, encode_vector, split
@@ -136,6 +140,7 @@ class Coordinator:
         self._present = present
         self._lost = lost
         self._clock = clock
+        self._conduct = Conduct(transport, plan.network.ban_score, clock)
         self._clients: dict[int, _Client] = {}
         self._owners: dict[int, str] = {}
         self._overdue: set[str] = set()
@@ -169,7 +174,8 @@ class Coordinator:
         saved = None if self._store is None else self._store.load()
         if saved is None:
             return
-        self._layout, self._method = saved.layout, saved.method
+        self._settle_on(saved.layout)
+        self._method = saved.method
         self._owners, self._expected = saved.owners, saved.present
         self._closing = self._closing_of(saved.method, saved.standing)
         self._publish(saved.method)
@@ -243,7 +249,7 @@ class Coordinator:
         if bool(said.fingerprint) != self.plan.permutes:
             raise RefusedError(Reason.PERMUTATION_MISMATCH, "the plan says who permutes")
         if self._layout is None or (self._method is None and not self._there(but=record.index)):
-            self._layout = said
+            self._settle_on(said)
             self._clients.clear()
             return
         if said.fingerprint != self._layout.fingerprint:
@@ -254,6 +260,13 @@ class Coordinator:
             Reason.MODEL_MISMATCH,
             f"the model here is {self._layout.model} of {self._layout.size} values",
         )
+
+    def _settle_on(self, layout: Layout) -> None:
+        """Take a model for everybody's, and let each of them fetch all models of a version."""
+        self._layout = layout
+        models = self.plan.c if self.plan.method == "ifca" else 1
+        size = models * layout.size * WIDTH[self.plan.network.precision]
+        self._transport.allow(Allowance.of_snapshots(size, 1))
 
     def _task_of(self, record: PeerRecord) -> Task | None:
         """Return what a peer is to do now."""
@@ -291,7 +304,9 @@ class Coordinator:
         elif request.choice in self._models:
             self._answer(going_on, record, request.choice)
         else:
-            self._misbehaved(record, f"chose {request.choice}")
+            # Without keys others can report in its name.
+            offence = Offence.MALFORMED if self._transport.proves_senders else None
+            self._conduct.misbehaved(record, f"chose {request.choice}", offence)
             self._answer(going_on, record, None)
 
     def _answer(self, going_on: _Open, record: PeerRecord, answer: Vector | int | None) -> None:
@@ -304,7 +319,7 @@ class Coordinator:
         try:
             vector = await self._pull(record, task)
         except ProtocolError as error:
-            self._misbehaved(record, str(error))
+            self._conduct.misbehaved(record, str(error), Offence.MALFORMED)
             self._answer(going_on, record, None)
         except (UnreachableError, RefusedError) as error:
             log.debug("peer %d: %s", record.index, error)
@@ -335,11 +350,6 @@ class Coordinator:
         ):
             raise ProtocolError("not the vector that was asked for")
         return decode_vector(chunks, size, network.precision, network.norm_limit)
-
-    def _misbehaved(self, record: PeerRecord, detail: str) -> None:
-        self._transport.blame(
-            Fault.CONTENT, ("peer", record.peer), f"peer {record.index}: {detail}"
-        )
 
     # The rounds.
 
@@ -448,9 +458,14 @@ class Coordinator:
         return not going_on.answers and any(self._asked(going_on, i) for i in self._there())
 
     def _asked(self, going_on: _Open, index: int) -> bool:
-        """Return whether the peer that reports under an index is one of those that were asked."""
-        peer = self._clients[index].record.peer
-        return index in going_on.exchange.tasks and self._owners.get(index) == peer
+        """Return whether the peer that reports under an index is one of those that were asked, and
+        has not been left out since."""
+        record = self._clients[index].record
+        return (
+            index in going_on.exchange.tasks
+            and self._owners.get(index) == record.peer
+            and not self._conduct.left_out(record)
+        )
 
     def _unclosed(self, index: int) -> bool:
         """Return whether a peer is to close the last round, and can: its models are still here."""
@@ -551,11 +566,14 @@ class Coordinator:
         self._version, self._models, self._encoded = method.version, models, {}
 
     def _there(self, *, but: int | None = None) -> list[int]:
-        """Return the sorted indices of those who report and are present, one left out."""
+        """Return the sorted indices of those who report and are present, all `but` one, and those
+        who are left out for their offences."""
         return sorted(
             index
             for index, client in self._clients.items()
-            if index != but and self._present(index) == client.record.peer
+            if index != but
+            and self._present(index) == client.record.peer
+            and not self._conduct.left_out(client.record)
         )
 
     async def _look_after(self) -> None:

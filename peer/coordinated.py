@@ -24,6 +24,7 @@ from peer.journal import Clock, Journal, OnRound
 from peer.learning.budget import Budget
 from peer.learning.learner import Learner, Scores, Vector
 from peer.network.address import HostPort, key_of, parse_address, with_key
+from peer.network.limits import Allowance
 from peer.network.messages import (
     Assignment,
     Fetch,
@@ -114,6 +115,8 @@ class Coordinated:
             budget=budget,
             on_round=on_round,
         )
+        size = self._initial.size * WIDTH[plan.network.precision]
+        transport.allow(Allowance.of_snapshots(size, 1))
         self._model = self._initial
         self._scores = Scores(0.0, math.inf)
         self._standing = Standing({})

@@ -310,20 +310,24 @@ class Credentials:
         """Return why a record is not what a member says of itself; empty when it is."""
         if objection := self._why_not(record.peer):
             return objection
+        return "" if self.is_signed(record) else "not signed by it"
+
+    def is_signed(self, record: PeerRecord) -> bool:
+        """Return whether a record, a member's or not, is signed by the peer that it is about."""
         if record in self._genuine:
-            return ""
+            return True
         key, signature = bytes.fromhex(record.proof[:64]), bytes.fromhex(record.proof[64:])
         try:
             signed = Signed(self._of_federation(_said(record)), key, signature)
             signed.verify(Purpose.RECORD)
-        except ProtocolError as error:
-            return str(error)
+        except ProtocolError:
+            return False
         if signed.signer != record.peer:
-            return "signed by another peer"
+            return False
         if len(self._genuine) >= _REMEMBERED:
             self._genuine.clear()
         self._genuine[record] = None
-        return ""
+        return True
 
     def _of_federation(self, payload: bytes) -> bytes:
         """Return what is signed so that it holds in this federation alone."""

@@ -245,10 +245,8 @@ class Membership:
     def _lie(self, update: Update) -> str:
         """Return what about an update cannot be true; empty when it can."""
         record = update.record
-        if forgery := self._forgery(record):
+        if (forgery := self._forgery(record)) or (forgery := self.fabrication(update)):
             return forgery
-        if max(update.status.published, update.status.finished) > self._rounds:
-            return f"peer {record.index} is said to be beyond round {self._rounds}"
         if record.peer == self.own.record.peer:
             highest = self.own.record.incarnation + LEAP
         else:
@@ -261,6 +259,16 @@ class Membership:
                 highest = member.update.record.incarnation + LEAP
         if record.incarnation > highest:
             return f"peer {record.index} is said to be of incarnation {record.incarnation}"
+        return ""
+
+    def fabrication(self, update: Update) -> str:
+        """Return what about an update no honest peer believes, and so none passes on; empty where
+        there is nothing: in what they know of others honest peers may differ."""
+        record = update.record
+        if self._credentials is not None and not self._credentials.is_signed(record):
+            return f"record of peer {record.index}: not signed by it"
+        if max(update.status.published, update.status.finished) > self._rounds:
+            return f"peer {record.index} is said to be beyond round {self._rounds}"
         return ""
 
     def _forgery(self, record: PeerRecord) -> str:

@@ -19,15 +19,17 @@ class Offence(StrEnum):
     """What a peer can do wrong in an exchange."""
 
     MALFORMED = "malformed"
-    """An answer that the protocol does not allow: another kind, size or round, values that are not
-    finite, a norm above the limit."""
+    """An answer or a message that the protocol does not allow: another kind, size or round, values
+    that are not finite, a norm above the limit."""
     FORGED = "forged"
     """A model that contradicts the sketch that was sent before it."""
+    LIED = "lied"
+    """A rumour that no honest peer believes, or passes on."""
 
 
-POINTS: Final = {Offence.MALFORMED: 30.0, Offence.FORGED: 60.0}
-"""[choice] With the default limit of 100 the fourth malformed answer is too many, or the second
-forged model."""
+POINTS: Final = {Offence.MALFORMED: 30.0, Offence.FORGED: 60.0, Offence.LIED: 30.0}
+"""[choice] With the default limit of 100 the fourth malformed answer or lie is too many, or the
+second forged model."""
 HALF_LIFE: Final = 600.0
 """Seconds."""
 MOST: Final = 4.0
@@ -48,7 +50,7 @@ class _Score:
 
 
 class Scores:
-    """The points of all peers, by id.
+    """The points of all culprits, by whatever name they are held against.
 
     Args:
         limit: points from which a peer is left out.
@@ -58,23 +60,23 @@ class Scores:
         self._limit = limit
         self._scores: dict[str, _Score] = {}
 
-    def points(self, peer: str, now: float) -> float:
-        """Return the points that a peer has at the time `now`."""
-        score = self._scores.get(peer)
+    def points(self, culprit: str, now: float) -> float:
+        """Return the points that a culprit has at the time `now`."""
+        score = self._scores.get(culprit)
         return 0.0 if score is None else score.now(now)
 
-    def left_out(self, peer: str, now: float) -> bool:
-        """Return whether a peer is to be left out at the time `now`."""
-        score = self._scores.get(peer)
+    def left_out(self, culprit: str, now: float) -> bool:
+        """Return whether a culprit is to be left out at the time `now`."""
+        score = self._scores.get(culprit)
         return score is not None and now < score.until
 
-    def offend(self, peer: str, offence: Offence, now: float) -> float:
-        """Hold an offence against a peer; return for how many seconds it is left out: 0 if not."""
-        score = self._scores.get(peer)
+    def offend(self, culprit: str, offence: Offence, now: float) -> float:
+        """Hold an offence against a culprit; return for how many seconds it is left out, else 0."""
+        score = self._scores.get(culprit)
         if score is None:
             if len(self._scores) >= MAX_SCORED:
                 del self._scores[min(self._scores, key=lambda other: self.points(other, now))]
-            score = self._scores[peer] = _Score()
+            score = self._scores[culprit] = _Score()
         score.points = min(MOST * self._limit, score.now(now) + POINTS[offence])
         score.at = now
         if score.points >= self._limit or now < score.until:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from peer.errors import ProtocolError, RefusedError, UnreachableError, UserError
 from peer.network.address import deserted, dial_address, parse_address
+from peer.network.conduct import Conduct
 from peer.network.membership import Change, Membership
 from peer.network.messages import (
     Announce,
@@ -39,7 +40,7 @@ from peer.network.messages import (
     Update,
     fitting,
 )
-from peer.network.score import Offence, Scores
+from peer.network.score import Offence
 from peer.network.traffic import Fault
 from peer.network.transport import Buffer, Transport
 from peer.plan import NetworkPlan
@@ -139,7 +140,7 @@ class Swarm:
             credentials=credentials,
             reach=reach,
         )
-        self._scores = Scores(settings.ban_score)
+        self._conduct = Conduct(transport, settings.ban_score, clock)
         self._credentials = credentials
         self._joined = False
         self._clash_since: float | None = None
@@ -165,8 +166,7 @@ class Swarm:
 
     def left_out(self) -> list[int]:
         """Return the sorted indices of those that are left out of exchanges now."""
-        now = self._clock()
-        return [m.record.index for m in self.members() if self._scores.left_out(m.record.peer, now)]
+        return [m.record.index for m in self.members() if self._conduct.left_out(m.record)]
 
     def member(self, index: int) -> Update | None:
         """Return what is believed of the peer of an index, None when it was never heard of."""
@@ -203,8 +203,17 @@ class Swarm:
         self._membership.note_status(index, status)
         self._notify()
 
-    def hear(self, updates: Sequence[Update], teller: str) -> None:
-        """Take in what somebody believes of others, as a rumour."""
+    def hear(
+        self, updates: Sequence[Update], teller: str, *, liable: PeerRecord | None = None
+    ) -> None:
+        """Take in what somebody believes of others, as a rumour.
+
+        What no honest peer passes on is held against whom it surely came from, if that is known:
+        the `liable`.
+        """
+        fabrications = filter(None, map(self._membership.fabrication, updates))
+        if liable is not None and (lie := next(fabrications, "")):
+            self._conduct.misbehaved(liable, lie, Offence.LIED)
         self._note_lies(self._membership.hear(updates, self._clock()), teller)
         self._joined = self._joined or bool(self._membership.living())
         self._notify()
@@ -218,14 +227,9 @@ class Swarm:
 
         An `offence` is held against it: too many, and it is left out of exchanges for a while.
         """
-        self._transport.blame(Fault.CONTENT, ("peer", index), f"peer {index}: {detail}")
         member = self.member(index)
-        if offence is None or member is None:
-            return
-        seconds = self._scores.offend(member.record.peer, offence, self._clock())
-        if seconds:
-            told = f"peer {index} is left out of exchanges for {seconds:.0f} s: {detail}"
-            self._transport.blame(Fault.LEFT_OUT, ("left-out", index), told)
+        if member is not None:
+            self._conduct.misbehaved(member.record, detail, offence)
 
     def overdue(self, index: int, detail: str) -> None:
         """Report that a peer lives but does not deliver: counted, and logged once."""
@@ -292,7 +296,7 @@ class Swarm:
             if objection is Reason.INDEX_CLASH and record.index == self.own.record.index:
                 objection = Reason.INDEX_HELD
             raise RefusedError(objection, f"index {record.index}, model {record.model}")
-        self.hear(updates, sender)
+        self.hear(updates, sender, liable=record if self._transport.proves_senders else None)
 
     async def _see_off(self, request: Leave) -> None:
         """Ask a peer that is said to leave whether it does: it still answers while it says goodbye.
@@ -362,7 +366,7 @@ class Swarm:
         except RefusedError as refusal:
             return refusal.reason in (Reason.BUSY, Reason.NOT_YET)
         except ProtocolError as error:
-            self.misbehaved(target.index, str(error))
+            self._conduct.misbehaved(target, str(error), Offence.MALFORMED)
             return False
         except UnreachableError:
             return False
@@ -379,7 +383,8 @@ class Swarm:
         except RefusedError:
             return False
         except ProtocolError as error:
-            self.misbehaved(helper.index, str(error))
+            # No offence: what is wrong may be the target's, as the helper passed it on.
+            self._conduct.misbehaved(helper, str(error))
             return None
         except UnreachableError:
             return None
@@ -401,9 +406,14 @@ class Swarm:
         if not isinstance(pong, Pong) or not pong.updates or pong.plan != self._plan:
             raise ProtocolError(f"{address} answers a ping by an empty or foreign pong")
         own, *others = pong.updates
+        liable = self._living_at(address)
         self._note_lies(self._membership.confirm(own, address, self._clock()), own.record.peer)
-        self.hear(others, own.record.peer)
+        self.hear(others, own.record.peer, liable=liable)
         return pong
+
+    def _living_at(self, address: str) -> PeerRecord | None:
+        """Return who answers at an address, as is believed."""
+        return next((r for r in self._membership.living() if r.control == address), None)
 
     # Rendezvous.
 
@@ -463,11 +473,14 @@ class Swarm:
                 return
             known, _ = await self._transport.request(address, Members(), timeout=RENDEZVOUS_TIMEOUT)
             if isinstance(known, Known):
-                self.hear(known.updates, address)
+                self.hear(known.updates, address, liable=self._living_at(address))
         except RefusedError as refusal:
             self._misfit(refusal, f"the peer at {address}", fatal=address in self._given)
         except ProtocolError as error:
-            self._transport.blame(Fault.CONTENT, address, f"{address}: {error}")
+            if (record := self._living_at(address)) is not None:
+                self._conduct.misbehaved(record, str(error), Offence.MALFORMED)
+            else:
+                self._transport.blame(Fault.CONTENT, address, f"{address}: {error}")
         except UnreachableError:
             pass
 

@@ -164,6 +164,8 @@ class Transport:
     control: str
     data: str
     ports: tuple[int, ...]
+    judge: Callable[[str, str], None] | None
+    """Told the proved id of a sender that sends what no honest peer does, and a line about it."""
 
     def __init__(
         self,
@@ -204,11 +206,17 @@ class Transport:
         self._answering = 0
         self._waiting: Counter[bytes] = Counter()
         self._limiter = Limiter(Allowance())
+        self.judge = None
         self._logged: set[object] = set()
 
     def introduce(self, *, sender: str, plan: str) -> None:
         """Set the peer id and plan digest that go with every message from now on."""
         self._sender, self._plan = sender, plan
+
+    @property
+    def proves_senders(self) -> bool:
+        """Whether it is proved who a request is from, and who answers at an address."""
+        return self._credentials is not None
 
     def allow(self, allowance: Allowance) -> None:
         """Set what one sender may ask for from now on; what was asked before is forgiven."""
@@ -398,7 +406,7 @@ class Transport:
         self, router: zmq.asyncio.Socket, routing_id: bytes, parts: list[zmq.Frame]
     ) -> None:
         """Decode one request and start a task that answers it."""
-        host, sender = _host(parts), None
+        host, sender = _host(parts), ""
         if self._credentials is not None:
             user, introduction = _property(parts, "User-Id"), _property(parts, METADATA)
             try:
@@ -408,7 +416,7 @@ class Transport:
                 return
             host = f"{sender} at {host}"
         if len(parts) != 1:
-            self.blame(Fault.FRAMES, host, f"{host}: not one frame")
+            self._accuse(Fault.FRAMES, host, sender, "not one frame")
             return
         header = parts[0].buffer
         try:
@@ -420,13 +428,15 @@ class Transport:
             self._spawn(self._reply(router, routing_id, 0, refused, patience=0), "refuse-version")
             return
         except ProtocolError as error:
-            self.blame(Fault.UNDECODABLE, host, f"{host}: {error}")
+            self._accuse(Fault.UNDECODABLE, host, sender, str(error))
             return
         if not isinstance(request, Request):
-            self.blame(Fault.NOT_A_REQUEST, host, f"{host}: {request.kind} is not a request")
+            self._accuse(Fault.NOT_A_REQUEST, host, sender, f"{request.kind} is not a request")
             return
-        if sender is not None and request.sender != sender:
-            self.blame(Fault.FORGED, host, f"{host}: says that it is {request.sender or 'nobody'}")
+        if sender and request.sender != sender:
+            self._accuse(
+                Fault.FORGED, host, sender, f"says that it is {request.sender or 'nobody'}"
+            )
             return
         self.traffic.received(request.kind, len(header), 0)
         asker = self._asker(routing_id, request)
@@ -438,6 +448,12 @@ class Transport:
             self._waiting[asker] += 1
             answer = self._answer(router, routing_id, request, host)
         self._spawn(answer, f"answer-{request.kind}-{request.sender[:8]}")
+
+    def _accuse(self, fault: Fault, host: str, sender: str, why: str) -> None:
+        """Count what no honest peer sends, and tell the judge whose it is where that is proved."""
+        self.blame(fault, host, f"{host}: {why}")
+        if sender and self.judge is not None:
+            self.judge(sender, why)
 
     def _asker(self, routing_id: bytes, request: Request) -> bytes:
         """Return by what a sender is known: its id where that is proved, else its connection."""

@@ -261,6 +261,45 @@ async def test_a_vector_of_no_use_is_left_out_and_counted(
         assert (await a.fetch(2, 0)) is not None
 
 
+async def test_one_that_offends_again_and_again_is_neither_asked_nor_waited_for() -> None:
+    async with theatre(plan(rounds=5, network={"ban_score": 50})) as (a, b):
+        await asyncio.gather(a.report(), b.report())
+        for t in (1, 2):
+            await a.train(1, 2, 3, 4)
+            assert (await b.train(float("nan"), 2, 3, 4)).round == t
+            await a.close()
+        assert b.faults["left-out"] == 1
+        for t in (3, 4):
+            assert (await a.train(1, 2, 3, 4)).round == t
+            # It may still have the models that it helped to find, and no more.
+            task, _ = await b.report()
+            assert task is None or task.work is Work.CLOSE
+            closing, standing = await a.close()
+            assert closing.round == t
+            assert standing.trained == {a.index: 0}
+
+
+async def test_who_reports_in_anothers_name_earns_it_no_points() -> None:
+    async with theatre(plan(rounds=5, network={"ban_score": 50})) as (a, b):
+        await asyncio.gather(a.report(), b.report())
+        async with puppet(b.node, int(b.peer, 16)) as double:
+            assert (double.peer, double.index) == (b.peer, b.index)
+            for _ in range(2):
+                await a.train(1, 2, 3, 4)
+                await double.train(float("nan"), 2, 3, 4)
+                await a.close()
+            assert b.faults["left-out"] == 1
+        # The round that has begun is without whoever it was; the next is with the real one.
+        training = asyncio.create_task(b.train(3, 4, 5, 6))
+        for _ in range(2):
+            await a.train(1, 2, 3, 4)
+            await a.close()
+        assert (await training).round == 4
+        model = await a.fetch(4, 0)
+        assert model is not None
+        assert model.tolist() == [2, 3, 4, 5]
+
+
 async def test_what_was_not_asked_is_not_heard() -> None:
     async with theatre(plan()) as (a, b):
         await asyncio.gather(a.report(), b.report())

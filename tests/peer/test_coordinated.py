@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
-from town import SECRET, Target, Town, laboratory, live, small, town
+from town import BUFFERS, SECRET, SIZE, Target, Town, laboratory, live, small, town
 
 from bootstrap.coordination.cfl import ClusteredServer
 from bootstrap.coordination.rounds import ClusterRounds
@@ -18,8 +20,9 @@ from bootstrap.coordinator import Coordinator
 from peer import run
 from peer.errors import RefusedError, StateError, UserError
 from peer.learning.learner import Vector
+from peer.network.limits import Allowance
 from peer.network.messages import Fetch, Reply, Request
-from peer.network.transport import Buffer
+from peer.network.transport import Buffer, Transport
 from peer.permutation import Permutation
 from peer.plan import Plan
 from peer.rounds import Result
@@ -255,6 +258,42 @@ def indices(made: Town) -> dict[str, int]:
     for name in made.peers:
         found[name] = read_metrics(made.directory / name)[0].index
     return found
+
+
+@pytest.mark.parametrize("method", ["ifca", "cfl"])
+async def test_the_limit_on_bytes_fits_the_models(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody knows the models yet hardly a byte is allowed; where all do, all that it takes:
+    what a peer asks for in a round must not keep it from being heard."""
+    tiny = partial(Allowance, bytes=0.01, byte_burst=1.0)
+    monkeypatch.setattr("peer.network.transport.Allowance", tiny)
+    plan = small(method, rounds=2)
+    async with town(plan, tmp_path) as made:
+        await made.open()
+        for number in range(plan.n):
+            made.join(f"peer-{number}")
+        assert [result.rounds for result in await made.results()] == [2] * plan.n
+        assert made.node is not None
+        assert "limited" not in made.node.traffic.snapshot()["faults"]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "ifca"])
+async def test_all_models_of_a_version_may_be_fetched(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peer.network.limits.MiB", 1)  # as if models were a million times as large
+    plan = small(method, rounds=1)
+    async with town(plan, tmp_path) as made:
+        await made.open()
+        with mock.patch.object(Transport, "allow", autospec=True) as allow:
+            for number in range(plan.n):
+                made.join(f"peer-{number}")
+            await made.results()
+    size, models = 4 * (SIZE + BUFFERS), plan.c if method == "ifca" else 1
+    allowed = {call.args[1] for call in allow.call_args_list}
+    expected = {Allowance.of_snapshots(size, 1), Allowance.of_snapshots(models * size, 1)}
+    assert allowed == expected
 
 
 async def test_one_that_diverges_is_left_out(

@@ -16,10 +16,21 @@ from peer.errors import RefusedError, UnreachableError, UserError
 from peer.network import gate as gate_module
 from peer.network import transport as module
 from peer.network.address import dial_address, key_of
+from peer.network.conduct import Conduct
 from peer.network.federation import Card, Credentials, Federation, found, rewrite
 from peer.network.gate import METADATA
 from peer.network.identity import CurveKeys, IdentityKey
-from peer.network.messages import Model, Ping, Pull, Reason, Reply, Request, encode
+from peer.network.messages import (
+    Model,
+    PeerRecord,
+    Ping,
+    Pong,
+    Pull,
+    Reason,
+    Reply,
+    Request,
+    encode,
+)
 from peer.network.traffic import Fault, Traffic
 from peer.network.transport import Buffer, Transport
 
@@ -198,6 +209,39 @@ async def test_nobody_asks_in_the_name_of_another(file: Path) -> None:
         with pytest.raises(UnreachableError):
             await one.request(other.control, Ping(updates=()), timeout=SHORT)
         assert faults(other)["forged"] > 0
+
+
+async def test_what_no_honest_peer_sends_is_held_against_its_sender(file: Path) -> None:
+    evil, good = (Credentials(IdentityKey.generate(), file) for _ in range(2))
+
+    def record(of: Credentials) -> PeerRecord:
+        return PeerRecord(
+            peer=of.key.peer,
+            index=1,
+            control="tcp://127.0.0.1:9",
+            data="tcp://127.0.0.1:9",
+            incarnation=1,
+            first_round=1,
+            model="a" * 32,
+        )
+
+    bad: list[tuple[Fault, list[bytes]]] = [
+        (Fault.FRAMES, [b"x", b"y"]),
+        (Fault.UNDECODABLE, [b"x"]),
+        (Fault.NOT_A_REQUEST, [encode(Pong(updates=(), sender=evil.key.peer))]),
+        (Fault.FORGED, [encode(Ping(updates=(), sender=good.key.peer))]),
+    ]
+    async with member(file) as one:
+        conduct = Conduct(one, limit=100.0)
+        key = key_of(one.control)
+        assert key is not None
+        async with stranger(one.control, evil.connecting, evil.introduction(key)) as dealer:
+            for fault, frames in bad:
+                assert not conduct.left_out(record(evil))
+                await dealer.send_multipart(frames)
+                await counted(one, fault)
+        assert conduct.left_out(record(evil))
+        assert not conduct.left_out(record(good))
 
 
 async def test_a_revoked_peer_is_refused_on_the_connection_it_has(file: Path) -> None:

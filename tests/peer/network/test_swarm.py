@@ -489,11 +489,95 @@ async def test_pings_are_passed_on() -> None:
 
 
 async def test_misbehaviour_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    async with node(0) as first:
-        for _ in range(3):
-            first.swarm.misbehaved(7, "a model of the wrong size")
+    async with node(0) as first, node(1, peers=[first.transport.control]):
+        await eventually(lambda: first.known() == [1])
+        for index in (1, 1, 1, 7):  # nobody is known by the last
+            first.swarm.misbehaved(index, "a model of the wrong size")
         assert first.transport.traffic.snapshot()["faults"] == {"content": 3}
         assert caplog.text.count("wrong size") == 1
+
+
+@asynccontextmanager
+async def answering(
+    answers: Callable[[Request, PeerRecord], Reply],
+) -> AsyncIterator[PeerRecord]:
+    """One that answers what a test says, and the record that it has for itself, by index 1."""
+
+    async def handler(request: Request) -> tuple[Reply, Sequence[Buffer]]:
+        return answers(request, record), ()
+
+    async with Transport(listen="127.0.0.1:0", handler=handler, traffic=Traffic()) as transport:
+        transport.introduce(sender=peer_id(1), plan="c" * 32)
+        record = PeerRecord(
+            peer=peer_id(1),
+            index=1,
+            control=transport.control,
+            data=transport.data,
+            incarnation=1,
+            first_round=1,
+            model="a" * 32,
+        )
+        yield record
+
+
+def alive(record: PeerRecord, **status: int) -> Update:
+    return Update(record=record, state=State.ALIVE, status=Status(**status))
+
+
+async def test_malformed_pongs_are_offences() -> None:
+    async with node(0) as first, answering(lambda *_: Pong(updates=())) as odd:
+        await first.stop()  # what it asks by itself would count, too
+        first.swarm.hear([alive(odd)], "somebody")
+        for _ in range(3):
+            assert not await first.swarm._answers(odd)
+        assert first.swarm.left_out() == []
+        assert not await first.swarm._answers(odd)
+        assert first.swarm.left_out() == [1]
+
+
+@pytest.mark.parametrize(
+    ("lie", "certain"),
+    [
+        pytest.param({"published": 11}, True, id="beyond the plan's rounds"),
+        # An honest one may have known it in between.
+        pytest.param({"incarnation": 2**50}, False, id="an incarnation out of reach"),
+    ],
+)
+async def test_who_passes_on_what_no_honest_peer_does_offends(
+    lie: dict[str, int], certain: bool
+) -> None:
+    third = PeerRecord(
+        peer=peer_id(2),
+        index=2,
+        control="tcp://127.0.0.1:9",
+        data="tcp://127.0.0.1:9",
+        incarnation=1,
+        first_round=1,
+        model="a" * 32,
+    )
+    told = third.model_copy(update={k: v for k, v in lie.items() if k == "incarnation"})
+    status = {name: value for name, value in lie.items() if name != "incarnation"}
+
+    def gossip(_: Request, own: PeerRecord) -> Reply:
+        return Pong(updates=(alive(own), alive(told, **status)))
+
+    async with node(0) as first, answering(gossip) as liar:
+        await first.stop()
+        first.swarm.hear([alive(liar), alive(third)], "somebody")
+        for _ in range(4):
+            assert await first.swarm._answers(liar)
+        assert first.swarm.left_out() == ([1] if certain else [])
+        assert first.transport.traffic.snapshot()["faults"]["content"] >= 4
+
+
+async def test_a_helper_is_not_to_blame_for_what_it_passes_on() -> None:
+    async with node(0) as first, answering(lambda *_: Known(updates=())) as helper:
+        await first.stop()
+        first.swarm.hear([alive(helper)], "somebody")
+        for _ in range(4):
+            assert await first.swarm._ask_helper(helper, helper) is None
+        assert first.transport.traffic.snapshot()["faults"]["content"] == 4
+        assert first.swarm.left_out() == []
 
 
 async def test_address_that_cannot_be_dialled() -> None:
