@@ -50,17 +50,20 @@ def parse_defences(texts: Sequence[str] | None) -> dict[str, DefencePlan]:
         try:
             found[name] = DefencePlan.model_validate(table)
         except ValidationError as error:
-            raise UserError(f"--defence {name}: {describe(error)}") from None
+            known = ", ".join(DefencePlan.model_fields)
+            raise UserError(f"--defence {name}: {describe(error)}", f"its keys: {known}") from None
     return found
 
 
 def _table(text: str) -> dict[str, Any]:
-    table = {}
+    table: dict[str, Any] = {}
     for part in text.split(","):
-        key, equals, value = part.partition("=")
-        if not equals:
+        key, equals, value = (own.strip() for own in part.partition("="))
+        if not (key and equals and value):
             raise UserError(f"cannot read --defence {text}", "write --defence gate=true,clip=2")
-        table[key.strip()] = toml_value(value.strip())
+        if key in table:
+            raise UserError(f"--defence {text}: {key} has two values")
+        table[key] = toml_value(value)
     return table
 
 

@@ -362,6 +362,7 @@ def attacks(
         ),
     ] = None,
     device: OnDevice = Device.CPU,
+    precision: InPrecision = Precision.FLOAT32,
     out: Annotated[
         Path | None, typer.Option(help="Directory of all runs; runs/NAME-attacks if not given.")
     ] = None,
@@ -385,7 +386,7 @@ def attacks(
     run_matrix(
         matrix,
         out or Path("runs") / f"{chosen.name}-attacks",
-        equipment=Equipment(device=device.value),
+        equipment=Equipment(device=device.value, precision=precision.value),
     )
 
 
