@@ -18,7 +18,7 @@ from peer.learning.local_import import import_module
 from peer.memory import return_freed_memory
 from peer.plan import Plan
 from peer.plan_check import check_plan
-from peer.rundir import MetricRow
+from peer.rundir import HEALTH, MetricRow
 from peer.settings import PeerSettings, replica_states
 
 if TYPE_CHECKING:
@@ -114,6 +114,10 @@ def run(
     replicas: Annotated[int | None, typer.Option(help="Peers in this process.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of one training step.")] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(help="Where Prometheus finds this process's metrics.", metavar="HOST:PORT"),
+    ] = None,
     log: Annotated[str | None, typer.Option(help="text or json.")] = None,
     config: ConfigFile = None,
 ) -> None:
@@ -158,31 +162,40 @@ def _log_round(plan: Plan, row: MetricRow) -> None:
 
 
 @app.command()
-def health(context: typer.Context, state: StateOption = None) -> None:
+def health(
+    context: typer.Context,
+    state: StateOption = None,
+    ready: Annotated[
+        bool, typer.Option("--ready", help="Ask, too, whether it has found another peer.")
+    ] = False,
+) -> None:
     """Exit with 0 if the peer of this state directory, or every replica there, is alive, else 1."""
     path = _state_of(context, state)
     replicas = replica_states(path)
-    reports = [_health(one) for one in replicas or [path]]
+    reports = [_health(one, ready=ready) for one in replicas or [path]]
     alive = sum(healthy for healthy, _ in reports)
     if replicas:
-        print(f"{alive} of {len(replicas)} replicas are alive")
+        print(f"{alive} of {len(replicas)} replicas are {'ready' if ready else 'alive'}")
     for place, (healthy, line) in zip(replicas or [path], reports, strict=True):
         if not (replicas and healthy):
             print(f"{place.name} {line}" if replicas else line)
     raise typer.Exit(0 if alive == len(reports) else 1)
 
 
-def _health(state: Path) -> tuple[bool, str]:
-    """Return whether the peer of a state directory is alive, and a line about it."""
+def _health(state: Path, *, ready: bool) -> tuple[bool, str]:
+    """Return whether the peer of a state directory is alive, and `ready` if that is asked for, and
+    a line about it."""
     try:
-        report = json.loads((state / "health.json").read_text(encoding="utf-8"))
+        report = json.loads((state / HEALTH).read_text(encoding="utf-8"))
         age = time.time() - float(report["time"])
-        finished = report["status"]["finished"]
+        finished, found = report["status"]["finished"], bool(report["ready"])
     except (OSError, ValueError, KeyError, TypeError):
         return False, f"no peer has run in {state}"
     # A file from the future was written before somebody set the clock back.
     healthy = abs(age) < HEALTHY_AGE
     word = "alive" if healthy else "silent"
+    if healthy and ready:
+        healthy, word = found, "ready" if found else "alive, but it has found no other peer"
     return healthy, f"{word}: heard of {age:.0f} s ago, after round {finished}"
 
 

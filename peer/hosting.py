@@ -9,20 +9,47 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import zmq.asyncio
 
 from peer.display import log_fields
-from peer.errors import first_failure
+from peer.errors import UserError, first_failure
+from peer.network.address import is_loopback, parse_address
 from peer.node import LearnerFactory, Peer
 from peer.plan import Plan
 from peer.rounds import Result
 from peer.rundir import MetricRow
 from peer.settings import PeerSettings
+
+
+def _metrics(settings: PeerSettings, peers: Sequence[Peer]) -> AbstractAsyncContextManager[None]:
+    """Return what serves the metrics of a process's peers, nothing where nobody asked for them.
+
+    Raises UserError for an address that others could reach, and without prometheus_client.
+    """
+    if settings.metrics is None:
+        return nullcontext()
+    address = parse_address(settings.metrics, listening=True)
+    if not (settings.insecure or is_loopback(address.host)):
+        raise UserError(
+            f"metrics are served without keys: anybody who reaches {address.host} could read them",
+            "give --metrics 127.0.0.1:PORT, or say --insecure",
+        )
+    try:
+        from peer.prometheus import metrics_served
+    except ImportError:
+        raise UserError(
+            "--metrics needs prometheus_client, which is not installed",
+            "pip install 'panmesh[prometheus]'",
+        ) from None
+    return metrics_served(
+        address, lambda: [seen for peer in peers if (seen := peer.vitals()) is not None]
+    )
 
 
 async def host(
@@ -41,6 +68,7 @@ async def host(
     worker = ThreadPoolExecutor(1, thread_name_prefix="train")
     context = zmq.asyncio.Context()
     first_address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    peers: list[Peer] = []
 
     async def one(number: int) -> Result:
         mine = settings.replica(number)
@@ -48,7 +76,7 @@ async def host(
             others = [*settings.peer, await first_address]
             mine = mine.model_copy(update={"peer": others})
         with log_fields(**({"replica": number} if settings.replicas > 1 else {})):
-            return await Peer(
+            peer = Peer(
                 mine,
                 plan=plan,
                 make_learner=make_learner,
@@ -57,10 +85,12 @@ async def host(
                 traces=traces,
                 worker=worker,
                 context=context,
-            ).run()
+            )
+            peers.append(peer)
+            return await peer.run()
 
     try:
-        async with asyncio.TaskGroup() as group:
+        async with _metrics(settings, peers), asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(one(number), name=f"replica-{number}")
                 for number in range(settings.replicas)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
@@ -17,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import psutil
 import zmq.asyncio
 
 from peer.coordinated import Coordinated
@@ -40,6 +38,7 @@ from peer.rundir import PLAN, MetricRow
 from peer.settings import PeerSettings
 from peer.state import MODEL_CARD, Checkpoint, Identity, StateDirectory
 from peer.surroundings import Surroundings
+from peer.vitals import Vitals, report_health
 
 if TYPE_CHECKING:
     from peer.network.discovery import Discovery
@@ -47,9 +46,6 @@ if TYPE_CHECKING:
     from peer.network.identity import IdentityKey
 
 log = logging.getLogger(__name__)
-
-HEALTH_INTERVAL = 2.0
-"""Seconds between two health files, and so the grain of what they say of the event loop."""
 
 REMEMBER_INTERVAL = 0.5
 """Seconds between two looks for new peers to remember, at least."""
@@ -94,6 +90,7 @@ class Peer:
         self._shaper = None if surroundings is None else surroundings.shaper
         self._traffic = Traffic()
         self._rounds: Rounds | Coordinated | None = None
+        self._row: MetricRow | None = None
 
     async def run(self) -> Result:
         """Join, learn to the last round, serve on until the others are done, and leave.
@@ -185,6 +182,21 @@ class Peer:
                 )
                 return await self._live(swarm, self._rounds, state, checkpoint)
 
+    def vitals(self) -> Vitals | None:
+        """Return how this peer is, None before it has a plan and an index."""
+        return None if self._rounds is None else self._vitals(self._rounds)
+
+    def _vitals(self, rounds: Rounds | Coordinated) -> Vitals:
+        row = self._row
+        return Vitals(
+            index=rounds.index,
+            known=rounds.swarm.known(rounds.plan.rounds),
+            left_out=rounds.swarm.left_out(),
+            status=rounds.status,
+            row=row.impersonal() if row is not None and rounds.plan.privacy.acts else row,
+            traffic=self._traffic.snapshot(),
+        )
+
     def _prove(self, state: StateDirectory) -> Credentials | None:
         """Return this peer's credentials in its federation, and let the addresses to dial name the
         keys of those who must be there; None in a federation without keys.
@@ -229,6 +241,7 @@ class Peer:
         """Return the rounds of the plan's method. Raises UserError for a secret of no use."""
 
         def on_round(plan: Plan, row: MetricRow) -> None:
+            self._row = row
             if self._on_round is not None:
                 self._on_round(plan, row)
             if discovery is not None:
@@ -283,7 +296,9 @@ class Peer:
             async with asyncio.TaskGroup() as group:
                 background = [
                     group.create_task(swarm.run(), name="swarm"),
-                    group.create_task(_report_health(state, swarm, rounds), name="health"),
+                    group.create_task(
+                        report_health(state, lambda: self._vitals(rounds)), name="health"
+                    ),
                     group.create_task(_remember(state, swarm), name="remember"),
                 ]
                 try:
@@ -433,27 +448,6 @@ class Peer:
         if self._rounds is None:
             raise RefusedError(Reason.NOT_YET, "starting")
         return await self._rounds.handle(request)
-
-
-async def _report_health(state: StateDirectory, swarm: Swarm, rounds: Rounds | Coordinated) -> None:
-    """Keep a health file fresh: its age tells whether the event loop runs, and what is in it
-    whether anything grows that should not."""
-    process = psutil.Process()
-    while True:
-        known = swarm.known(rounds.plan.rounds)
-        report = {
-            "time": time.time(),
-            "ready": bool(known),
-            "known": known,
-            "left_out": swarm.left_out(),
-            "status": rounds.status.model_dump(),
-            "tasks": len(asyncio.all_tasks()),
-            "open_files": process.num_fds(),
-            "memory": process.memory_info().rss,
-        }
-        # A slow disk must not delay answers to pings.
-        await asyncio.to_thread(state.write_json, "health.json", report)
-        await asyncio.sleep(HEALTH_INTERVAL)
 
 
 async def _remember(state: StateDirectory, swarm: Swarm) -> None:

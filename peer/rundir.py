@@ -34,6 +34,7 @@ TOPOLOGY = "topology.jsonl"
 PLAN = "plan.toml"
 SUMMARY = "summary.json"
 TRAFFIC = "traffic.json"
+HEALTH = "health.json"
 COMPARISON = "comparison.json"
 MODELS = "models"
 
@@ -89,6 +90,10 @@ class MetricRow(_Row):
     attacker: bool = Field(
         default=False, description="whether an experiment has it attack; no figure counts it then"
     )
+
+    def impersonal(self) -> MetricRow:
+        """Return the row without what tells of the peer's samples, for those who may not know."""
+        return self.model_copy(update={"accuracy": None, "loss": None})
 
 
 class TopologyRow(_Row):

@@ -93,6 +93,9 @@ class PeerSettings(BaseSettings):
     replicas: int = Field(default=1, ge=1, le=1000, description="peers in this process")
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="where to train")
     threads: int = Field(default=1, ge=1, le=1024, description="threads of one training step")
+    metrics: str | None = Field(
+        default=None, description="HOST:PORT at which Prometheus finds the metrics of this process"
+    )
     log: Literal["text", "json"] = Field(default="text", description="form of the log lines")
 
     @field_validator("bootstrap", "peer", "imports", mode="before")

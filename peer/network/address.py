@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from ipaddress import IPv4Address
 from typing import NamedTuple
 
 from peer.errors import UserError
@@ -85,6 +86,14 @@ def without_password(text: str) -> str:
     before, at, place = text.rpartition("@")
     plain = re.fullmatch(r"(?:[a-z]+://)?[^:/?#@]*", before)
     return text if not at or plain else f"…@{place}"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an IPv4 address, or the name localhost, is reached from this machine only."""
+    try:
+        return IPv4Address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 async def deserted(address: str, seconds: float) -> bool:

@@ -313,8 +313,8 @@ class Discovery:
     def report(self, plan: Plan, row: MetricRow) -> None:
         """Show a finished round to those who watch."""
         slim = row.model_copy(update={"notes": {}})
-        if plan.privacy.acts:  # they tell of the samples
-            slim = slim.model_copy(update={"accuracy": None, "loss": None})
+        if plan.privacy.acts:
+            slim = slim.impersonal()
         measured = Measured(plan=plan.digest, row=slim)
         topic = self._topics.of("metrics", self._key.peer)
         self._broker.hold(topic, self._seal(Purpose.METRICS, measured))

@@ -17,7 +17,6 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -25,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import SecretStr
 
 from peer.errors import UserError, first_failure
-from peer.network.address import parse_address, without_password
+from peer.network.address import is_loopback, parse_address, without_password
 
 if TYPE_CHECKING:
     import aiomqtt
@@ -94,7 +93,7 @@ class Login:
             raise UserError(f"{federation!r} is not the name of a federation", example)
         tls = parts.scheme == "mqtts"
         host, port = parse_address(f"{parts.hostname}:{port or (TLS_PORT if tls else PORT)}")
-        if password is not None and not tls and not _is_loopback(host):
+        if password is not None and not tls and not is_loopback(host):
             raise UserError(
                 f"the password would go to {host} in clear text", "use mqtts://, or no password"
             )
@@ -125,13 +124,6 @@ def _heed_cancellation() -> None:
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class Broker:

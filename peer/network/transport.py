@@ -42,7 +42,7 @@ import zmq
 import zmq.asyncio
 
 from peer.errors import ProtocolError, RefusedError, UnreachableError, UserError, VersionError
-from peer.network.address import HostPort, key_of, parse_address, with_key
+from peer.network.address import HostPort, is_loopback, key_of, parse_address, with_key
 from peer.network.gate import METADATA, Gate, complaint, observe, present
 from peer.network.limits import Allowance, Limiter
 from peer.network.messages import (
@@ -337,7 +337,7 @@ class Transport:
     async def _bind(self) -> list[zmq.asyncio.Socket]:
         """Bind the ROUTERs and set the advertised addresses."""
         host = await self._resolve(self._listen.host, "listen on")
-        if self._credentials is None and not (self._insecure or IPv4Address(host).is_loopback):
+        if self._credentials is None and not (self._insecure or is_loopback(host)):
             raise UserError(
                 f"without keys anybody who reaches {self._listen.host} could join and read along",
                 "give --federation FILE (peer federation new makes one), or say --insecure",

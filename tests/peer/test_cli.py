@@ -212,7 +212,10 @@ def test_health_is_that_of_the_event_loop(waiting: Worker, tmp_path: Path) -> No
     assert 10e6 < told["memory"] < 1e9
     nobody = command("health", "--state", str(tmp_path))
     assert (nobody.returncode, nobody.stdout) == (1, f"no peer has run in {tmp_path}\n")
-    report = {"time": time.time() - 90, "status": {"finished": 7}}
+    unready = command("health", "--ready", "--state", str(waiting.directory))
+    assert unready.returncode == 1
+    assert unready.stdout.startswith("alive, but it has found no other peer: heard of ")
+    report = {"time": time.time() - 90, "ready": True, "status": {"finished": 7}}
     (tmp_path / "health.json").write_text(json.dumps(report))
     silent = command("health", "--state", str(tmp_path))
     assert silent.returncode == 1
@@ -220,7 +223,7 @@ def test_health_is_that_of_the_event_loop(waiting: Worker, tmp_path: Path) -> No
 
 
 def test_replicas_are_healthy_when_all_are(tmp_path: Path) -> None:
-    now = {"time": time.time() + 10, "status": {"finished": 7}}
+    now = {"time": time.time() + 10, "ready": True, "status": {"finished": 7}}
     for number, report in enumerate([now, now, now | {"time": time.time() - 90}]):
         state = tmp_path / f"replica-{number}"
         state.mkdir()
@@ -231,6 +234,12 @@ def test_replicas_are_healthy_when_all_are(tmp_path: Path) -> None:
     (tmp_path / "replica-2" / "health.json").write_text(json.dumps(now))
     every = command("health", "--state", str(tmp_path))
     assert (every.returncode, every.stdout) == (0, "3 of 3 replicas are alive\n")
+    every = command("health", "--ready", "--state", str(tmp_path))
+    assert (every.returncode, every.stdout) == (0, "3 of 3 replicas are ready\n")
+    (tmp_path / "replica-1" / "health.json").write_text(json.dumps(now | {"ready": False}))
+    some = command("health", "--ready", "--state", str(tmp_path))
+    assert some.returncode == 1
+    assert some.stdout.startswith("2 of 3 replicas are ready\nreplica-1 alive, but it has found")
 
 
 def test_a_key_is_made_once(tmp_path: Path) -> None:

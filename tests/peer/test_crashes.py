@@ -480,7 +480,7 @@ class Known:
 async def test_a_clock_set_on_by_decades_shuts_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peer.node.HEALTH_INTERVAL", 0.1)
+    monkeypatch.setattr("peer.vitals.HEALTH_INTERVAL", 0.1)
     async with Known(tmp_path) as town:
         first = await town.start(0)
         await town.start(1, peer=[first])
