@@ -7,9 +7,11 @@ equal runs have equal digests, so that no run is made twice: `local` does not as
 
 from __future__ import annotations
 
+import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
@@ -235,8 +237,8 @@ def run_study(
     """Run what is not finished of a study in `out`, and return its lines, by setting and variant.
 
     Peers are evaluated in every `evaluate_every`-th round, by default a twentieth of all, and in
-    the last. On a terminal it shows its progress and the time left. Raises UserError for what
-    cannot be run.
+    the last. On a terminal it shows its progress and the time left; elsewhere it prints a line for
+    every run that is finished. Raises UserError for what cannot be run.
     """
     where = {cell.plan.digest: cell.plan for cell in study.cells}
     if study.baseline:
@@ -287,7 +289,7 @@ def _run_pending(
         TimeRemainingColumn(elapsed_when_finished=False),
     )
     quiet = not console.is_terminal
-    total = sum(plan.rounds * plan.n for plan in pending)
+    total, done, began = sum(plan.rounds * plan.n for plan in pending), 0, time.monotonic()
     # Runs differ in speed: the time left is by the mean of the last hour, not of the last seconds.
     with (
         Progress(*columns, console=console, disable=quiet, speed_estimate_period=3600) as progress,
@@ -295,16 +297,29 @@ def _run_pending(
     ):
         task = progress.add_task("", total=total)
         for number, plan in enumerate(pending, start=1):
-            progress.update(
-                task, description=f"run {number} of {len(pending)}: {plan.method}, seed {plan.seed}"
-            )
-            run_population(
+            name = f"run {number} of {len(pending)}: {plan.method}, seed {plan.seed}"
+            progress.update(task, description=name)
+            summary = run_population(
                 plan,
                 cell_folder(out, plan, equipment),
                 maker=maker,
                 evaluate_every=evaluate_every or max(1, plan.rounds // 20),
                 progress=_advance(progress, task, plan.n),
             )
+            done += plan.rounds * plan.n
+            if quiet:
+                left = time_left(time.monotonic() - began, done, total)
+                console.print(f"{name}: {_outcome(summary)}; {left} left", soft_wrap=True)
+
+
+def time_left(elapsed: float, done: int, total: int) -> timedelta:
+    """Return how long the rest of `total` peer rounds takes, if as long each as those `done` in
+    `elapsed` seconds."""
+    return timedelta(seconds=round(elapsed * (total - done) / done))
+
+
+def _outcome(summary: Mapping[str, Any]) -> str:
+    return f"accuracy {100 * summary['accuracy_mean']:.1f}, {summary['wall_s']:.0f} s"
 
 
 def _advance(progress: Progress, task: TaskID, n: int) -> Callable[[str, int], None]:

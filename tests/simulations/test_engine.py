@@ -375,6 +375,29 @@ def test_models_that_are_not_finite_reach_nobody(
     assert np.isfinite(laboratory.models[others]).all()
 
 
+@pytest.mark.slow
+def test_a_thousand_peers_of_the_cnn_fit_in_eight_gigabytes() -> None:
+    """Of a round all but the training of the others, which takes no more memory than that of two.
+
+    There are not a million images: peers draw overlapping ones.
+    """
+    n = 1000
+    plan = make_plan(
+        n=n, model="cnn", data="fashion-mnist",
+        partition={"clusters": 4, "train_per_peer": 500, "test_per_peer": 1000},
+        training={"batch": 50, "epochs": 1},
+    )  # fmt: skip
+    with Engine(plan, workers=2) as engine:
+        assert engine.samples == [500] * n
+        engine.train(1, [0, n - 1])
+        engine.sketch()
+        engine.mix([[(i + 1) % n] for i in range(n)], [1.0] * n)
+        engine.evaluate([0, n - 1])
+        memory = engine.memory()
+    print(f"{memory:.0f} MiB")
+    assert 8 * n * engine.manifest.size / 2**20 < memory < 8192
+
+
 # Beginnings and endings
 
 

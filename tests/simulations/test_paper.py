@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import os
 import struct
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -12,8 +15,9 @@ import pytest
 from peer.errors import UserError
 from peer.matching.registry import CENTRAL
 from peer.plan import Plan
-from peer.rundir import TopologyRow
+from peer.rundir import TopologyRow, read_plan
 from simulations.paper import TABLES, Claim, _study, reading, run_paper, table_names
+from simulations.population import Population
 from simulations.purity import purity_rows, share_pure
 from simulations.runs import Equipment
 from simulations.study import Line, Setting
@@ -163,6 +167,32 @@ def test_theory_beside_runs(tmp_path: Path) -> None:
     (row,) = [row for row in rows if row.startswith("2,1,")]
     # Of three candidates of 7, 3 of them true, two at least are: (3 * 4 + 1) / 35.
     assert row.split(",")[2:4] == ["0.371", "0.371"]
+
+
+def test_a_table_by_the_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines are what tables are made with; the reference is here to be quick."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # one worker starts sooner
+    run_paper("cosines", tmp_path, overrides=[*TINY, "data=digits"], equipment=Equipment())
+    with (tmp_path / "table.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["alpha"], row["method"]) for row in rows] == [
+        (alpha, "panm-grad") for alpha in ("0.0", "0.5", "1.0")
+    ]
+    for row in rows:
+        (run,) = (
+            run
+            for run in (tmp_path / "cells").glob("panm-grad-*")
+            if read_plan(run).matching.alpha == float(row["alpha"])
+        )
+        plan = read_plan(run)
+        reference = list(Population(plan, plan.method).run())
+        mean = fmean(own["accuracy"] for own in reference[-1])
+        assert float(row["accuracy_mean"]) == pytest.approx(mean, abs=0.01)
+    printed = capsys.readouterr().out
+    assert "run 4 of 4: local, seed 0: accuracy " in printed
+    assert "both cosines above that of h (alpha = 0) alone: " in printed
 
 
 def test_the_table_of_cfl_is_a_line_a_run_and_needs_no_baseline(

@@ -1,29 +1,32 @@
-"""What is simulated is what is deployed: live lockstep peers and the population, bit by bit.
+"""What is simulated is what is deployed: live lockstep peers and the laboratory.
 
-Live are eight peers with real sockets in one process; the population is the same plan with the
-network left out.
+Live are eight peers with real sockets in one process. The laboratory is the same plan with the
+network left out: bit by bit the same where it trains by the device's own path (`exact`); where it
+stacks models, by the same neighbours and bytes every round, its weights to rounding, which grows.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from torch import nn
 
 from peer import Plan, run
-from peer.rundir import final_rows, read_metrics, read_topology
+from peer.rundir import read_metrics, read_topology
 from simulations.engine.laboratory import Laboratory
-from simulations.population import Population, make_learners
+from simulations.population import Population, Row
 
 
 def eight(method: str, **matching: Any) -> Plan:
     return Plan.model_validate(
         {
             "n": 8,
-            "rounds": 7,
+            "rounds": 10,
             "seed": 5,
             "method": method,
             "matching": {"l": 4, "k": 2, "t1": 3, "tau": 2, **matching},
@@ -40,21 +43,42 @@ def norm_factory(_shape: tuple[int, ...], classes: int) -> nn.Module:
     )
 
 
-def check(plan: Plan, state: Path, model: str | None = None) -> Population:
+def check(plan: Plan, state: Path, model: str | None = None) -> None:
+    """Compare live peers with the laboratory, exact and stacked."""
     results = run(plan, state=state, model=model)
-    population = Population(plan, plan.method, learners=make_learners(plan, model=model))
-    simulated = [row for rows in population.run() for row in rows]
+    rows, models = simulated(plan, model, exact=True)
     for result in results:
-        own = [row for row in simulated if row["index"] == result.index]
-        live = read_topology(result.state)
-        assert [row.neighbours for row in live] == [row["neighbours"] for row in own]
-        assert [row.bag for row in live] == [row["bag"] for row in own]
+        own = rows[result.index]
+        check_choices(result.state, own)
         metrics = read_metrics(result.state)
         assert [row.accuracy for row in metrics] == [row["accuracy"] for row in own]
+        assert [row.loss for row in metrics] == [row["loss"] for row in own]
         assert [row.notes for row in metrics] == [row["notes"] for row in own]
-        assert final_rows(metrics)[0].payload_received == sum(r["payload_received"] for r in own)
-        np.testing.assert_array_equal(result.model, population.models[result.index])
-    return population
+        np.testing.assert_array_equal(result.model, models[result.index])
+    rows, models = simulated(plan, model, exact=False)
+    for result in results:
+        check_choices(result.state, rows[result.index])
+        np.testing.assert_allclose(models[result.index], result.model, rtol=0, atol=1e-3)
+
+
+def simulated(
+    plan: Plan, model: str | None, *, exact: bool
+) -> tuple[list[list[Row]], npt.NDArray[np.float32]]:
+    """Return every peer's rows in the laboratory, and the models [n, e] that it ends with."""
+    with Laboratory(plan, plan.method, model=model, exact=exact, workers=0) as laboratory:
+        rounds = list(laboratory.run())
+        assert laboratory.engine.stacked != exact
+        return [list(own) for own in zip(*rounds, strict=True)], laboratory.models.copy()
+
+
+def check_choices(state: Path, rows: list[Row]) -> None:
+    """Compare a live peer's neighbours, bag and bytes of every round with those of `rows`."""
+    live = read_topology(state)
+    assert len(live) == len(rows)
+    assert [row.neighbours for row in live] == [row["neighbours"] for row in rows]
+    assert [row.bag for row in live] == [row["bag"] for row in rows]
+    received = [row.payload_received for row in read_metrics(state)]
+    assert received == list(accumulate(row["payload_received"] for row in rows))
 
 
 @pytest.mark.parametrize("statistics", ["average", "local"])
@@ -65,20 +89,16 @@ def test_running_statistics_are_averaged_or_stay_everywhere(
     training = plan.training.model_copy(update={"statistics": statistics})
     plan = plan.model_copy(update={"training": training})
     model = f"{__name__}:norm_factory"
-    population = check(plan, tmp_path, model)
-    trainable = population.manifest.trainable
-    with Laboratory(plan, plan.method, model=model, exact=True, workers=0) as exact:
-        list(exact.run())
-        np.testing.assert_array_equal(exact.models, np.stack(population.models))
-    with Laboratory(plan, plan.method, model=model, workers=0) as stacked:
-        list(stacked.run())
-        np.testing.assert_allclose(stacked.models, exact.models, rtol=0, atol=1e-3)
-        alike = stacked.engine.trained[:, trainable:] == stacked.models[:, trainable:]
+    check(plan, tmp_path, model)
+    with Laboratory(plan, plan.method, model=model, workers=0) as laboratory:
+        list(laboratory.run())
+        kept = slice(laboratory.engine.manifest.trainable, None)
+        alike = laboratory.engine.trained[:, kept] == laboratory.models[:, kept]
         assert alike.all() == (statistics == "local")
 
 
 @pytest.mark.parametrize("method", ["panm-grad", "panm-loss"])
-def test_live_peers_reach_what_the_population_computes(tmp_path: Path, method: str) -> None:
+def test_live_peers_reach_what_the_laboratory_computes(tmp_path: Path, method: str) -> None:
     check(eight(method), tmp_path)
 
 
@@ -105,9 +125,8 @@ def test_so_do_exact_evidence_and_half_precision(
     ids=["gate, clip", "gate, centred clipping"],
 )
 def test_a_defence_is_the_same_everywhere(tmp_path: Path, defence: dict[str, Any]) -> None:
-    plan = Plan.model_validate(
-        eight("panm-loss").model_dump(exclude_none=True) | {"defence": {**defence, "gate_ratio": 1}}
-    )
+    table = eight("panm-loss").model_dump(exclude_none=True) | {"rounds": 6}
+    plan = Plan.model_validate(table | {"defence": {**defence, "gate_ratio": 1}})
     check(plan, tmp_path)
     live = [row for file in tmp_path.rglob("metrics.jsonl") for row in read_metrics(file.parent)]
     assert any(row.notes.get("refused") for row in live)

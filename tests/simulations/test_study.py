@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
+import re
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -26,6 +29,7 @@ from simulations.study import (
     cell_folder,
     parse_variation,
     run_study,
+    time_left,
 )
 from simulations.tables import study_figure, study_table, write_csv
 
@@ -145,6 +149,19 @@ def test_ctrl_c_loses_no_finished_run(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(studies, "run_population", run_population)
     run_study(STUDY, tmp_path, equipment=REFERENCE)
     assert {out: (out / SUMMARY).stat().st_mtime_ns for out in done} == before
+
+
+def test_without_a_terminal_every_finished_run_is_a_line(tmp_path: Path) -> None:
+    """Runs of hours go to a log."""
+    log = io.StringIO()
+    few = replace(STUDY, settings=STUDY.settings[:1], seeds=(5,))
+    run_study(few, tmp_path, equipment=REFERENCE, console=Console(file=log, width=40))
+    lines = log.getvalue().splitlines()
+    assert [line.partition(":")[0] for line in lines] == [f"run {i} of 3" for i in (1, 2, 3)]
+    told = r"run \d of 3: (oracle|ifca|local), seed 5: accuracy \d+\.\d, \d+ s; \d:\d\d:\d\d left"
+    assert all(re.fullmatch(told, line) for line in lines)
+    assert lines[-1].endswith("; 0:00:00 left")
+    assert str(time_left(90, done=10, total=50)) == "0:06:00"
 
 
 def test_a_line_is_of_all_its_seeds(tmp_path: Path) -> None:
