@@ -18,7 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from peer.cluster_models import best_model, initial_model
-from peer.errors import ProtocolError, RefusedError, StateError, UnreachableError, UserError
+from peer.errors import (
+    NotAdmittedError,
+    ProtocolError,
+    RefusedError,
+    StateError,
+    UnreachableError,
+    UserError,
+)
 from peer.exchange import PATIENCE
 from peer.journal import Clock, Journal, OnRound
 from peer.learning.budget import Budget
@@ -275,7 +282,8 @@ class Coordinated:
 
     async def _miss(self, error: UnreachableError) -> None:
         if not self._lost:
-            log.warning("the coordinator %s is lost (%s); waiting", self._coordinator, error)
+            level = logging.ERROR if isinstance(error, NotAdmittedError) else logging.WARNING
+            log.log(level, "the coordinator %s is lost (%s); waiting", self._coordinator, error)
         self._lost = True
         await self._rest()
 

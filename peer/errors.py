@@ -49,6 +49,10 @@ class UnreachableError(PanmeshError):
     """A request got no answer in its time, or its connection could not be made."""
 
 
+class NotAdmittedError(UnreachableError):
+    """A node that was asked does not take this one for a member of its federation."""
+
+
 class StateError(PanmeshError):
     """A state directory whose contents cannot be trusted: damaged, of another plan, or in use.
 

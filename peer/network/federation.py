@@ -196,9 +196,13 @@ class Credentials:
         self._path = path
         self._seen = _stamp(path)
         self._take(Federation.load(path))
-        if objection := self._why_not(key.peer):
+        self.check()
+
+    def check(self) -> None:
+        """Raise UserError when the federation file does not admit this peer, or not any more."""
+        if objection := self._why_not(self.key.peer):
             raise UserError(
-                f"{path} does not admit this peer: {objection}",
+                f"{self._path} does not admit this peer: {objection}",
                 "peer keys show prints what peer federation add needs",
             )
 

@@ -32,6 +32,8 @@ METADATA: Final = "X-Panmesh"
 REFRESH: Final = 1.0
 """Seconds between two looks whether the federation file has changed."""
 
+NOT_ADMITTED: Final = "it does not admit this peer"
+
 _ENDPOINT: Final = "inproc://zeromq.zap.01"
 _MISTAKES: Final = {
     0x11000001: "it takes another for this one",
@@ -143,7 +145,7 @@ def complaint(monitor: zmq.asyncio.Socket) -> str:
         event = parse_monitor_message(plain.recv_multipart())
         match event["event"]:
             case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                last = "it does not admit this peer"
+                last = NOT_ADMITTED
             case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 last = _mistake(event["value"])
             case _:

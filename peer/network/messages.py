@@ -47,6 +47,7 @@ class Reason(StrEnum):
     """Why a request was refused."""
 
     VERSION = "version"
+    NOT_ADMITTED = "not-admitted"
     PLAN_MISMATCH = "plan-mismatch"
     MODEL_MISMATCH = "model-mismatch"
     PERMUTATION_MISMATCH = "permutation-mismatch"

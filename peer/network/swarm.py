@@ -16,7 +16,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from peer.errors import ProtocolError, RefusedError, UnreachableError, UserError
+from peer.errors import (
+    NotAdmittedError,
+    ProtocolError,
+    RefusedError,
+    UnreachableError,
+    UserError,
+)
 from peer.network.address import deserted, dial_address, parse_address
 from peer.network.conduct import Conduct
 from peer.network.membership import Change, Membership
@@ -72,6 +78,11 @@ FULL_PATIENCE = 90.0
 """Seconds to wait for a place in a full federation; a bootstrap node keeps a lost one for less."""
 FAREWELLS = 64
 """Peers that are told of a departure at most; gossip tells the others."""
+
+_NOT_ADMITTED = (
+    "%s not admit this peer: its key was revoked, or it has another federation file than they; "
+    "trying on"
+)
 
 _LEVELS = {
     Change.DEAD: logging.WARNING,
@@ -427,7 +438,10 @@ class Swarm:
                 )
             except (UnreachableError, ProtocolError) as error:
                 if not lost:
-                    log.warning("bootstrap node %s lost (%s); trying on", address, error)
+                    level = (
+                        logging.ERROR if isinstance(error, NotAdmittedError) else logging.WARNING
+                    )
+                    log.log(level, "bootstrap node %s lost (%s); trying on", address, error)
                 lost, pause = True, min(SLOWEST, pause * GROWTH)
             except RefusedError as refusal:
                 self._misfit(refusal, f"the bootstrap node {address}")
@@ -445,7 +459,7 @@ class Swarm:
 
     async def _seek(self) -> None:
         """Exchange views with the living, and look for those given, remembered or lost."""
-        pause = QUICK
+        pause, told = QUICK, False
         while self.own.state is not State.LEFT:
             living = [record.control for record in self._membership.living()]
             # The membership forgets the dead; a partition may last for longer than that.
@@ -453,15 +467,21 @@ class Swarm:
             lost = {*self._remembered.values(), *self._given}
             lost -= {*living, self.own.record.control}
             chosen = self._draw(living, 1) + self._draw(sorted(lost), 1 if living else SEEK_AT_ONCE)
-            await asyncio.gather(*(self._exchange_views(address) for address in chosen))
+            admitted = await asyncio.gather(*(self._exchange_views(a) for a in chosen))
+            if chosen and not living and not any(admitted) and not told:
+                log.error(_NOT_ADMITTED, "those who are known do")
+                told = True
             if living:
-                pause = STEADY
+                pause, told = STEADY, False
             else:
                 pause = QUICK if self._membership.living() else min(SLOWEST, pause * GROWTH)
             await self._sleep(pause)
 
-    async def _exchange_views(self, address: str) -> None:
-        """Tell another peer all that is known here, and hear all that is known there."""
+    async def _exchange_views(self, address: str) -> bool:
+        """Tell another peer all that is known here, and hear all that is known there.
+
+        Returns whether it may admit this peer: unless it says that it does not.
+        """
         holder = next((m.record.peer for m in self.members() if m.record.control == address), "")
         try:
             pong = await self._ping(
@@ -470,7 +490,7 @@ class Swarm:
             if pong.updates[0].record.peer == self.own.record.peer:
                 self._given.discard(address)
                 self._remembered = {i: a for i, a in self._remembered.items() if a != address}
-                return
+                return True
             known, _ = await self._transport.request(address, Members(), timeout=RENDEZVOUS_TIMEOUT)
             if isinstance(known, Known):
                 self.hear(known.updates, address, liable=self._living_at(address))
@@ -481,8 +501,11 @@ class Swarm:
                 self._conduct.misbehaved(record, str(error), Offence.MALFORMED)
             else:
                 self._transport.blame(Fault.CONTENT, address, f"{address}: {error}")
+        except NotAdmittedError:
+            return False
         except UnreachableError:
             pass
+        return True
 
     def _misfit(self, refusal: RefusedError, who: str, *, fatal: bool = True) -> None:
         """Judge a refusal to a peer that wants to join. Raises UserError when a person must act.
@@ -548,8 +571,9 @@ async def enrol(
     addresses = [dial_address(address) for address in bootstraps]
     transport.introduce(sender=peer_id, plan="")
     loop = asyncio.get_running_loop()
-    started, pause, told = loop.time(), 0.2, ""
+    started, pause, told, excluded = loop.time(), 0.2, "", False
     while True:
+        admitted = len(addresses)
         for address in addresses:
             try:
                 reply, _ = await transport.request(
@@ -563,6 +587,7 @@ async def enrol(
                     raise UserError(f"the bootstrap node {address} refuses: {refusal}") from None
                 trouble = f"the bootstrap node {address} has no place yet: {refusal}"
             except (UnreachableError, ProtocolError) as error:
+                admitted -= isinstance(error, NotAdmittedError)
                 trouble = f"no bootstrap node yet: {error}"
             else:
                 assert isinstance(reply, Enrolled)
@@ -570,6 +595,9 @@ async def enrol(
             if not told:
                 log.info("%s; trying on", trouble)
                 told = trouble
+        if not admitted and not excluded:
+            log.error(_NOT_ADMITTED, f"{', '.join(addresses)} does")
+            excluded = True
         if patience is not None and loop.time() - started > patience:
             return None
         await asyncio.sleep(pause)

@@ -41,9 +41,16 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import zmq
 import zmq.asyncio
 
-from peer.errors import ProtocolError, RefusedError, UnreachableError, UserError, VersionError
+from peer.errors import (
+    NotAdmittedError,
+    ProtocolError,
+    RefusedError,
+    UnreachableError,
+    UserError,
+    VersionError,
+)
 from peer.network.address import HostPort, is_loopback, key_of, parse_address, with_key
-from peer.network.gate import METADATA, Gate, complaint, observe, present
+from peer.network.gate import METADATA, NOT_ADMITTED, Gate, complaint, observe, present
 from peer.network.limits import Allowance, Limiter
 from peer.network.messages import (
     CHUNK,
@@ -276,9 +283,13 @@ class Transport:
         """Ask `address` (tcp://HOST:PORT) and return its reply with its chunks.
 
         The reply is of the kind that answers `request`, its chunks together at most `max_payload`
-        bytes. Raises UnreachableError without an answer in `timeout` seconds, RefusedError when
-        the answer is a refusal, ProtocolError when it is not what the protocol allows.
+        bytes. Raises UnreachableError without an answer in `timeout` seconds (NotAdmittedError
+        where this peer is taken for no member), RefusedError when the answer is a refusal,
+        ProtocolError when it is not what the protocol allows, and UserError once this peer's own
+        federation file does not admit it.
         """
+        if self._credentials is not None:
+            self._credentials.check()
         loop = asyncio.get_running_loop()
         started = loop.time()
         number = next(self._ids)
@@ -306,9 +317,9 @@ class Transport:
             if link is not None and link.heard < started:
                 why = self._complaint(link)
                 self._retire(link)
-            raise UnreachableError(
-                f"no answer from {address} within {timeout:.3g} s{why}"
-            ) from None
+            failure = NotAdmittedError if why == NOT_ADMITTED else UnreachableError
+            told = f": {why}" if why else ""
+            raise failure(f"no answer from {address} within {timeout:.3g} s{told}") from None
         finally:
             if link is not None:
                 link.pending.pop(number, None)
@@ -413,6 +424,9 @@ class Transport:
                 sender = self._credentials.sender(user, introduction)
             except ProtocolError as error:
                 self.blame(Fault.UNLISTED, host, f"{host}: {error}")
+                # It knows the token, or did: it may be told.
+                refused = Refused(reason=Reason.NOT_ADMITTED)
+                self._spawn(self._reply(router, routing_id, 0, refused, patience=0), "not-admitted")
                 return
             host = f"{sender} at {host}"
         if len(parts) != 1:
@@ -604,6 +618,14 @@ class Transport:
             return
         payload = sum(map(len, chunks))
         self.traffic.received(reply.kind, len(header), payload)
+        if isinstance(reply, Refused) and reply.reason is Reason.NOT_ADMITTED:
+            # Nothing that is asked on this connection is even read there.
+            self.blame(
+                Fault.HANDSHAKE, (link.address, NOT_ADMITTED), f"{link.address}: {NOT_ADMITTED}"
+            )
+            link.fail(NotAdmittedError(f"{link.address}: {NOT_ADMITTED}"))
+            self._retire(link)
+            return
         pending = link.pending.get(reply.id)
         if pending is None or pending.reply.done():
             self.traffic.fault(Fault.LATE)
@@ -635,10 +657,9 @@ class Transport:
     def _complaint(self, link: _Link) -> str:
         """Return why nothing was heard on a connection, as far as its handshake tells."""
         why = complaint(link.monitor) if link.monitor is not None else ""
-        if not why:
-            return ""
-        self.blame(Fault.HANDSHAKE, (link.address, why), f"{link.address}: {why}")
-        return f": {why}"
+        if why:
+            self.blame(Fault.HANDSHAKE, (link.address, why), f"{link.address}: {why}")
+        return why
 
     async def _close_idle(self) -> None:
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from bootstrap.server import BootstrapNode
 from peer.cli import app
 from peer.errors import UserError
 from peer.hosting import host
-from peer.network.federation import Credentials, Federation, found
+from peer.network.federation import Credentials, Federation, found, rewrite
 from peer.network.identity import IdentityKey
 from peer.node import Peer
 from peer.plan import Plan
@@ -74,6 +75,63 @@ async def test_fresh_peers_learn_what_they_would_without_keys(
         assert key.peer in said
         assert key.curve.secret.hex() not in said
     assert token.get_secret_value() not in said
+
+
+@pytest.mark.parametrize("informed", [True, False])
+async def test_one_that_is_revoked_ends_or_says_so(
+    tmp_path: Path, file: Path, informed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends where its own file tells it; with an old file it tries on, and says that nobody
+    admits it. What it has learned stays; the other learns on."""
+    network = {
+        "request_timeout": 2.0,
+        "probe_interval": 0.2,
+        "probe_timeout": 0.5,
+        "suspicion": 0.5,
+    }
+    plan = small(n=2, rounds=100_000, method="random", model="sklearn-sgd", network=network)
+    old = tmp_path / "old.toml"
+    rewrite(old, Federation.load(file))
+    credentials = Credentials(IdentityKey.load(file.with_name("bootstrap.pem")), file)
+    async with BootstrapNode(plan, listen="127.0.0.1:0", credentials=credentials) as node:
+        serving = asyncio.create_task(node.serve())
+        states, running = [tmp_path / "revoked", tmp_path / "other"], []
+        for state, its in zip(states, [file if informed else old, file], strict=True):
+            settings = PeerSettings.gather(
+                config=None,
+                bootstrap=[node.address.rpartition("@")[2]],
+                state=state,
+                federation=its,
+            )
+            running.append(asyncio.create_task(Peer(settings).run()))
+
+        def reached(state: Path) -> int:
+            saved = newest_checkpoint(state) if state.exists() else None
+            return 0 if saved is None else saved.t
+
+        async def until(condition: Callable[[], bool]) -> None:
+            async with asyncio.timeout(PATIENCE):
+                while not condition():  # noqa: ASYNC110 - of what no event tells
+                    await asyncio.sleep(0.1)
+
+        await until(lambda: min(map(reached, states)) >= 2)
+        before = [reached(state) for state in states]
+        revoked = IdentityKey.load(states[0] / "identity.pem").peer
+        rewrite(file, Federation.load(file).without(revoked))
+        if informed:
+            with pytest.raises(UserError, match=f"peer {revoked} is revoked"):
+                await asyncio.wait_for(running[0], PATIENCE)
+        else:
+            await until(lambda: "those who are known do not admit this peer" in caplog.text)
+            assert not running[0].done()
+        await until(lambda: reached(states[1]) > before[1] + 2)
+        assert reached(states[0]) >= before[0]
+        for task in (*running, serving):
+            task.cancel()
+        await asyncio.gather(*running, serving, return_exceptions=True)
+    errors = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert len(errors) == len(set(errors))
+    assert any("does not admit" in error for error in errors) is not informed
 
 
 @pytest.mark.slow

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 import zmq
 import zmq.asyncio
 
-from peer.errors import RefusedError, UnreachableError, UserError
+from peer.errors import NotAdmittedError, RefusedError, UnreachableError, UserError
 from peer.network import gate as gate_module
 from peer.network import transport as module
 from peer.network.address import dial_address, key_of
@@ -244,14 +244,32 @@ async def test_what_no_honest_peer_sends_is_held_against_its_sender(file: Path) 
         assert not conduct.left_out(record(good))
 
 
-async def test_a_revoked_peer_is_refused_on_the_connection_it_has(file: Path) -> None:
-    key = IdentityKey.generate()
-    async with member(file, key) as revoked, member(file) as one, member(file) as other:
+async def test_a_revoked_peer_is_refused_on_the_connection_it_has(
+    file: Path, tmp_path: Path
+) -> None:
+    key, old = IdentityKey.generate(), tmp_path / "old.toml"
+    rewrite(old, Federation.load(file))
+    async with (
+        member(old, key) as revoked,
+        member(file) as one,
+        member(file) as other,
+        member(file, key) as informed,
+    ):
         await asked(revoked, one.control)
+        await asked(informed, one.control)
         rewrite(file, Federation.load(file).without(key.peer))
         await until_refused(revoked, one.control)
+        # It is told, at once, on this connection and on any other.
+        with pytest.raises(NotAdmittedError, match="does not admit this peer"):
+            await revoked.request(one.control, Ping(updates=()), timeout=PATIENCE)
         assert faults(one)["unlisted"] > 0
         await asked(other, one.control)
+        # One whose own file says so asks nobody any more.
+        with pytest.raises(UserError, match=f"peer {key.peer} is revoked"):
+            async with asyncio.timeout(PATIENCE):
+                while True:
+                    with suppress(NotAdmittedError, RefusedError):
+                        await informed.request(one.control, Ping(updates=()), timeout=PATIENCE)
     with pytest.raises(UserError, match="is revoked"):
         Credentials(key, file)
 
@@ -261,14 +279,16 @@ async def test_a_listed_peer_that_is_revoked_cannot_connect(tmp_path: Path) -> N
     found(file, tmp_path, token=False)
     rewrite(file, Federation.load(file).with_member(Card.of(key)))
     bootstrap = IdentityKey.load(tmp_path / "bootstrap.pem")
+    old = tmp_path / "old.toml"
+    rewrite(old, Federation.load(file))
     async with member(file, bootstrap) as one:
-        credentials = Credentials(key, file)
+        credentials = Credentials(key, old)
         rewrite(file, Federation.load(file).without(key.peer))
         async with Transport(
             listen="127.0.0.1:0", handler=whoami, traffic=Traffic(), credentials=credentials
         ) as late:
             await until_refused(late, one.control)
-            with pytest.raises(UnreachableError, match="does not admit"):
+            with pytest.raises(NotAdmittedError, match="does not admit"):
                 await late.request(one.control, Ping(updates=()), timeout=SHORT)
 
 
