@@ -325,8 +325,7 @@ class _DeviceLearner:
 
     def fit(self, model: Vector, t: int) -> Vector:  # noqa: ARG002
         """Return w_i^{t-1/2} [e], which the engine has trained from w_i^{t-1}."""
-        trained: Vector = self._engine.trained[self._i].copy()
-        return trained
+        return self._engine.trained_by(self._i)
 
     def train_losses(self, models: list[Vector], t: int) -> list[float]:
         """Return F_i of each model."""

@@ -139,7 +139,7 @@ class Worker:
         own = self._own(peers)
         if not self._job.stacked:
             for i in own:
-                self._put("trained", i, self._learner(i).fit(self._get("models", i), t))
+                self._put("trained", i, self._learner(i).fit(self.fetch("models", i), t))
         elif len(own) == stop - start:
             trained = self._trained[start:stop]
             trained.copy_(self._models[start:stop])
@@ -163,7 +163,7 @@ class Worker:
         assert self._sketch is not None
         initial, trainable = self._arena["initial"][0], self._job.manifest.trainable
         for i in self._own(peers):
-            w, before = self._get("trained", i), self._get("models", i)
+            w, before = self.fetch("trained", i), self.fetch("models", i)
             for place, origin in enumerate((before, initial)):
                 update = (w - origin)[:trainable]
                 self._arena["sketches"][i, place] = self._sketch.apply(update)
@@ -312,7 +312,7 @@ class Worker:
         own = self._own(peers)
         if not self._job.stacked:
             for i in own:
-                self._arena["scores"][i] = self._learner(i).evaluate(self._get("models", i))
+                self._arena["scores"][i] = self._learner(i).evaluate(self.fetch("models", i))
             return
         table = self._tables["test"]
         asked = set(own)
@@ -403,19 +403,16 @@ class Worker:
         """Start from other models [n, e] than w_0."""
         self._models.copy_(torch.from_numpy(models))
 
-    def fetch(self, name: str) -> Array:
-        """Return `models` or `trained` [n, e] as it is on the device."""
-        return (self._models if name == "models" else self._trained).cpu().numpy()
+    def fetch(self, name: str, rows: int | slice) -> Array:
+        """Return those rows of `models` or `trained` [n, e] as they are on the device."""
+        matrix = self._models if name == "models" else self._trained
+        return matrix[rows].cpu().numpy()
 
     def _matrix(self, name: str) -> Tensor:
         return self._tensor(self._arena[name])
 
     def _tensor(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self._device)
-
-    def _get(self, name: str, i: int) -> Vector:
-        matrix = self._models if name == "models" else self._trained
-        return matrix[i].cpu().numpy()
 
     def _put(self, name: str, i: int, vector: Vector) -> None:
         assert name == "trained"

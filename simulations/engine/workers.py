@@ -139,6 +139,11 @@ class Engine:
         """w_i^{t-1/2} [n, e]: on the CPU the memory itself, from elsewhere a copy."""
         return self._fetch("trained")
 
+    def trained_by(self, i: int) -> Vector:
+        """Return a copy of w_i^{t-1/2} [e] of one peer."""
+        trained: Vector = self._fetch("trained", i).copy()
+        return trained
+
     def reset(self, models: Sequence[Vector] | Array | None = None) -> None:
         """Start from w_0 at every peer, or from `models`, one [e] for each."""
         start = [self.initial] * self.plan.n if models is None else models
@@ -289,10 +294,10 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _fetch(self, name: str) -> Array:
+    def _fetch(self, name: str, rows: int | slice = slice(None)) -> Array:
         if not self._on_device:
-            return self._arena[name]
-        found: Array = self._crew.one(0, "fetch", name)
+            return self._arena[name][rows]
+        found: Array = self._crew.one(0, "fetch", name, rows)
         return found
 
 
