@@ -16,7 +16,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY peer peer
 COPY bootstrap bootstrap
 COPY simulations simulations
-RUN /opt/panmesh/bin/pip install --no-cache-dir --constraint constraints.txt . \
+RUN /opt/panmesh/bin/pip install --no-cache-dir --constraint constraints.txt '.[prometheus]' \
     && /opt/panmesh/bin/pip uninstall --yes --quiet setuptools pip
 
 FROM ${PYTHON_IMAGE}

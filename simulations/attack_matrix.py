@@ -33,7 +33,7 @@ UNATTACKED = 0.01
 """Mean accuracy that an attack, and a defence against nobody, may cost."""
 
 
-DEFAULT: Mapping[str, Any] = {"gate": True}
+DEFAULT: Mapping[str, Any] = {"rule": "median"}
 """The defence that a matrix puts beside none, unless told otherwise: docs/attacks.md says why."""
 
 

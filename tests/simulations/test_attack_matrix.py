@@ -70,7 +70,7 @@ def test_tables_say_where_the_bar_is_missed() -> None:
 
 def test_defences_are_read_from_text() -> None:
     assert parse_defences(None) == {
-        "none": DefencePlan(), "default": DefencePlan(gate=True),
+        "none": DefencePlan(), "default": DefencePlan(rule="median"),
     }  # fmt: skip
     found = parse_defences(["rule=median", "gate=true, clip=2"])
     assert found["rule=median"].rule == "median"
