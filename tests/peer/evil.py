@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 import threading
 import time
@@ -145,6 +146,10 @@ class Battle:
         records = [update.record for update in known.updates]
         mine = [record for record in records if parse_address(record.control).port in ports]
         return mine, [record for record in records if record not in mine]
+
+    def finished(self) -> list[int]:
+        """Return the last round that each honest peer has finished so far."""
+        return [read_metrics(state)[-1].t for state in self.states()]
 
     def rows(self) -> list[list[tuple[MetricRow, TopologyRow]]]:
         """Return what each honest peer wrote, by round."""
@@ -309,18 +314,47 @@ def memory_of(worker: Worker) -> Iterator[Growth]:
     growth.mb = (peak - before) / 1e6
 
 
+@dataclass
+class Longest:
+    """The most seconds that a node took to answer while it was watched."""
+
+    seconds: float = 0.0
+
+
+@contextmanager
+def answers_of(address: str, plan: str) -> Iterator[Longest]:
+    """Ask a node a question again and again, by a connection and in a thread of its own."""
+    longest, ended = Longest(), threading.Event()
+
+    def ask() -> None:
+        with Stranger(address, plan=plan) as stranger:
+            while not ended.wait(0.02):
+                began = time.monotonic()
+                answer = stranger.ask(Members())
+                took = math.inf if answer is None else time.monotonic() - began
+                longest.seconds = max(longest.seconds, took)
+
+    thread = threading.Thread(target=ask, name="ask")
+    thread.start()
+    try:
+        yield longest
+    finally:
+        ended.set()
+        thread.join()
+
+
 class Gate:
-    """A misdeed that holds a federation in the middle of a run: until it is open, nobody gets what
-    belongs to the second round. Then another misdeed begins."""
+    """A misdeed that holds a federation in the middle of a run: nobody gets what belongs to a round
+    after `until`. Then another misdeed begins."""
 
     def __init__(self, then: Misdeed = honest) -> None:
-        self.open = False
+        self.until: float = 1
         self.reached = threading.Event()
         self._then = then
 
     async def __call__(self, request: Request, reply: Reply, chunks: list[bytes]) -> Messages:
         """Put off, or go on to the next misdeed."""
-        if isinstance(request, Probe | Pull) and request.round > 1 and not self.open:
+        if isinstance(request, Probe | Pull) and request.round > self.until:
             self.reached.set()
             await asyncio.sleep(0.1)
             return [[encode(Refused(reason=Reason.NOT_YET, id=reply.id))]]

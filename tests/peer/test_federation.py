@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -278,3 +279,47 @@ def test_own_data_and_own_models(
         last = rows(worker)[-1]
         assert last.t == plan.rounds
         assert accuracy(last) > 0.8
+
+
+@pytest.mark.slow
+def test_two_processes_with_one_id_harm_nobody(federation: Start) -> None:
+    """A copied state directory: the others stay with the one that they knew, and the second learns
+    from them, too, from where it was copied."""
+    network = NETWORK | {"suspicion": 60.0}  # nobody is taken for dead, however slow the machine is
+    plan = small(n=3, rounds=100_000, matching={"l": 2, "k": 2, "t1": 100_000}, network=network)
+    run = federation(plan)
+    first, *others = run.peers
+    run.wait_for(lambda: min(map(finished, run.peers)) >= 5, 100)
+    first.send(signal.SIGSTOP)  # so that what is copied is whole
+    second = Worker(
+        name="copy",
+        command=[
+            part.replace(str(first.directory), f"{first.directory}-copy") for part in first.command
+        ],
+        directory=first.directory.with_name(f"{first.directory.name}-copy"),
+    )
+    shutil.copytree(first.directory, second.directory)
+    first.send(signal.SIGCONT)
+    copied = checkpoint(second)
+    run.peers.append(second)
+    second.start()
+
+    def all_reach(workers: list[Worker], rounds: int) -> None:
+        """Wait until all have finished so many rounds more than the first of them has by now."""
+        goal = max(map(finished, workers)) + rounds
+        run.wait_for(lambda: min(map(finished, workers)) >= goal, 100)
+
+    run.wait_for(lambda: sum(row.t > copied.t for row in rows(second)) >= 5, 100)
+    all_reach([first, *others], 10)
+    assert identity(second) == identity(first)
+    assert f"going on after round {copied.t}" in log(second)
+    # It leaves, and says goodbye in the name of both.
+    second.send(signal.SIGTERM)
+    assert second.process is not None
+    assert second.process.wait(60) == 0
+    all_reach([first, *others], 10)
+    for worker in (first, *others):
+        # No round was skipped or run twice, and in none was anybody missing.
+        seen = rows(worker)
+        assert [row.t for row in seen] == list(range(1, len(seen) + 1))
+        assert all(len(row.neighbours) == 2 for row in choices(worker).values())
