@@ -601,7 +601,7 @@ def test_after_ten_thousand_sequences_training_goes_on_under_garbage(tmp_path: P
         siege.gate.until = math.inf
         siege.fight.run.wait(90)
     siege.fight.check_models()
-    assert max(counted["undecodable"] for counted in siege.fight.faults()) > 10_000
+    assert max(counted.get("undecodable", 0) for counted in siege.fight.faults()) > 10_000
 
 
 # What comes of it.
@@ -639,7 +639,8 @@ def test_all_of_it_was_counted_and_logged_once_a_sender(aftermath: Battle) -> No
         assert "handler" not in counted
     complaints = aftermath.warnings()
     assert all(message.isprintable() for _, message in complaints)
-    senders = [(replica, message.split(": ")[1]) for replica, message in complaints]
+    # Others than of senders: that the bootstrap node, under attack, did not answer in time.
+    senders = [(r, m.split(": ")[1]) for r, m in complaints if "further ones are counted" in m]
     assert len(set(senders)) == len(senders)
 
 
