@@ -219,8 +219,9 @@ class Membership:
         be, untrue, for a log.
         """
         record = update.record
-        if forgery := self._forgery(record):
-            return [forgery]
+        # What is believed is passed on, and who passes on a fabrication offends.
+        if lie := self._forgery(record) or self.fabrication(update):
+            return [lie]
         index = self._index.get(record.peer)
         member = None if index is None else self._members[index]
         if member is None or member.update.record.control != address:
@@ -245,8 +246,8 @@ class Membership:
     def _lie(self, update: Update) -> str:
         """Return what about an update cannot be true; empty when it can."""
         record = update.record
-        if (forgery := self._forgery(record)) or (forgery := self.fabrication(update)):
-            return forgery
+        if lie := self._forgery(record) or self.fabrication(update):
+            return lie
         if record.peer == self.own.record.peer:
             highest = self.own.record.incarnation + LEAP
         else:

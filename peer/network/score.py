@@ -24,7 +24,7 @@ class Offence(StrEnum):
     FORGED = "forged"
     """A model that contradicts the sketch that was sent before it."""
     LIED = "lied"
-    """A rumour that no honest peer believes, or passes on."""
+    """What no honest peer says of itself, or believes of others and passes on."""
 
 
 POINTS: Final = {Offence.MALFORMED: 30.0, Offence.FORGED: 60.0, Offence.LIED: 30.0}

@@ -222,9 +222,7 @@ class Swarm:
         What no honest peer passes on is held against whom it surely came from, if that is known:
         the `liable`.
         """
-        fabrications = filter(None, map(self._membership.fabrication, updates))
-        if liable is not None and (lie := next(fabrications, "")):
-            self._conduct.misbehaved(liable, lie, Offence.LIED)
+        self._hold_fabrication(updates, liable)
         self._note_lies(self._membership.hear(updates, self._clock()), teller)
         self._joined = self._joined or bool(self._membership.living())
         self._notify()
@@ -417,9 +415,9 @@ class Swarm:
         if not isinstance(pong, Pong) or not pong.updates or pong.plan != self._plan:
             raise ProtocolError(f"{address} answers a ping by an empty or foreign pong")
         own, *others = pong.updates
-        liable = self._living_at(address)
+        self._hold_fabrication(pong.updates, self._living_at(address))
         self._note_lies(self._membership.confirm(own, address, self._clock()), own.record.peer)
-        self.hear(others, own.record.peer, liable=liable)
+        self.hear(others, own.record.peer)
         return pong
 
     def _living_at(self, address: str) -> PeerRecord | None:
@@ -527,6 +525,12 @@ class Swarm:
         raise UserError(complaint, "plan, model and index must fit those of the federation")
 
     # Helpers of all.
+
+    def _hold_fabrication(self, updates: Sequence[Update], liable: PeerRecord | None) -> None:
+        """Hold what no honest peer says, of itself or of others, against whom it came from."""
+        fabrications = filter(None, map(self._membership.fabrication, updates))
+        if liable is not None and (lie := next(fabrications, "")):
+            self._conduct.misbehaved(liable, lie, Offence.LIED)
 
     def _note_lies(self, lies: Sequence[str], teller: str) -> None:
         for lie in lies:

@@ -308,6 +308,12 @@ def test_rounds_beyond_the_plan_are_a_lie() -> None:
         lies = view.hear([update(index, incarnation=2, status=status)], 0.0)
         assert lies == [f"peer {index} is said to be beyond round 9"]
     assert view.known(1) == [1]
+    before = view.members()
+    own = update(1, status=Status(finished=10))
+    assert view.confirm(own, record(1).control, 0.0) == ["peer 1 is said to be beyond round 9"], (
+        "not by its own word either: it would be passed on"
+    )
+    assert view.members() == before
 
 
 def test_progress_that_others_invent_is_refuted() -> None:
