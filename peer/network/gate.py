@@ -148,8 +148,8 @@ def complaint(monitor: zmq.asyncio.Socket) -> str:
                 last = NOT_ADMITTED
             case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 last = _mistake(event["value"])
-            case _:
-                last = "it broke off the handshake: it has another key, or none"
+            case _:  # of a handshake that failed for a known reason, too
+                last = last or "it broke off the handshake: it has another key, or none"
     return last
 
 
