@@ -33,6 +33,7 @@ import socket as sockets
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address
 from types import TracebackType
@@ -554,11 +555,10 @@ class Transport:
 
     async def _link(self, address: str) -> _Link:
         """Return the connection to `address`, made now if need be."""
-        loop = asyncio.get_running_loop()
         if address not in self._links:
-            key = key_of(address)
-            if (key is None) is not (self._credentials is None):
-                raise UnreachableError(f"{address} {'has no key' if key is None else 'has a key'}")
+            keyless = key_of(address) is None
+            if keyless is not (self._credentials is None):
+                raise UnreachableError(f"{address} {'has no key' if keyless else 'has a key'}")
             try:
                 target = parse_address(address)
                 host = await self._resolve(target.host, "dial")
@@ -568,24 +568,32 @@ class Transport:
             if address not in self._links:
                 while len(self._links) >= MAX_LINKS:
                     self._retire(next(iter(self._links.values())))
-                try:
-                    dealer = self._socket(zmq.DEALER)
-                except zmq.ZMQError as error:  # too many open files
-                    raise UnreachableError(f"no connection: {error.strerror}") from None
-                dealer.set(zmq.IMMEDIATE, 1)
-                dealer.set(zmq.MAXMSGSIZE, CHUNK + _FRAME_MARGIN)
-                dealer.set(zmq.LINGER, 0)
-                dealer.set(zmq.SNDHWM, 64)
-                link = _Link(address, dealer, used=loop.time())
-                if self._credentials is not None and key is not None:
-                    present(self._credentials, dealer, key)
-                link.monitor = observe(dealer)
-                self._open.add(link.monitor)
-                dealer.connect(HostPort(host, target.port).url)
+                link = self._connect(address, HostPort(host, target.port).url)
                 self._links[address] = link
                 self._spawn(self._collect(link), f"collect-{address}")
         self._links.move_to_end(address)
         return self._links[address]
+
+    def _connect(self, address: str, url: str) -> _Link:
+        """Return a new connection. Raises UnreachableError when too many files are open."""
+        with ExitStack() as undone:
+            try:
+                dealer = self._socket(zmq.DEALER)
+                undone.callback(self._close, dealer)
+                dealer.set(zmq.IMMEDIATE, 1)
+                dealer.set(zmq.MAXMSGSIZE, CHUNK + _FRAME_MARGIN)
+                dealer.set(zmq.LINGER, 0)
+                dealer.set(zmq.SNDHWM, 64)
+                key = key_of(address)
+                if self._credentials is not None and key is not None:
+                    present(self._credentials, dealer, key)
+                monitor = observe(dealer)
+            except zmq.ZMQError as error:
+                raise UnreachableError(f"no connection: {error.strerror}") from None
+            undone.pop_all()
+        self._open.add(monitor)
+        dealer.connect(url)
+        return _Link(address, dealer, used=asyncio.get_running_loop().time(), monitor=monitor)
 
     async def _collect(self, link: _Link) -> None:
         if link.socket.closed:  # given up before this task had its first turn

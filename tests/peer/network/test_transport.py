@@ -523,6 +523,22 @@ async def test_a_connection_is_given_up_while_a_message_arrives(
         router.close(0)
 
 
+@pytest.mark.parametrize("free", [0, 1, 2, 3])
+async def test_a_connection_that_finds_no_sockets_is_none(
+    free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened() as server:
+        monkeypatch.setattr(module, "MAX_SOCKETS", 2 + free)  # two are there that listen
+        async with opened() as client:
+            if free < 3:  # one that asks, and the two ends of what observes it
+                for _ in range(3):
+                    with pytest.raises(UnreachableError, match="no connection: Too many open"):
+                        await client.request(server.control, PING, timeout=30)
+                assert len(client._open) == 2
+            else:
+                await client.request(server.control, PING, timeout=30)
+
+
 async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "IDLE_LINK", 0.2)
     async with pair() as (server, client):
