@@ -317,7 +317,7 @@ class BootstrapNode:
             raise RefusedError(Reason.BAD_REQUEST, "the update must be the sender's own")
         if forgery := self._forgery(update):
             raise RefusedError(Reason.BAD_REQUEST, forgery)
-        if max(update.status.published, update.status.finished) > self.plan.rounds:
+        if update.status.reached > self.plan.rounds:
             raise RefusedError(Reason.BAD_REQUEST, f"the plan has {self.plan.rounds} rounds")
 
     def _known(self, *, to: str) -> Known:

@@ -401,7 +401,7 @@ class Exchange:
             reply, _ = await self._ask(index, "control", Await(round=round_, wait=wait), 0)
             if not isinstance(reply, Reached):
                 raise ProtocolError("not how far it is")
-            if max(reply.status.published, reply.status.finished) > self._plan.rounds:
+            if reply.status.reached > self._plan.rounds:
                 raise ProtocolError(f"beyond round {self._plan.rounds}")
         except ProtocolError as error:
             self._swarm.misbehaved(index, str(error), Offence.MALFORMED)

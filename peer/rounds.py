@@ -236,9 +236,9 @@ class Rounds:
             return t
         staleness = self.plan.network.staleness
         slack = max(self.plan.network.history, 1 + (staleness if staleness != "async" else 0))
-        if t > self.plan.rounds or typical(map(_reached, self._living())) - t < slack:
+        if t > self.plan.rounds or typical(status.reached for status in self._living()) - t < slack:
             return t
-        front = confirmed(map(_reached, await self.exchange.progress()))
+        front = confirmed(status.reached for status in await self.exchange.progress())
         if front - t < slack:
             return t
         t = await self._catch_up(min(front, self.plan.rounds - 1))
@@ -261,7 +261,7 @@ class Rounds:
             received = await self.exchange.gather(
                 self._advisers(front), lambda index: self.exchange.pull(index, front, newest=True)
             )
-        t = max(front, confirmed(map(_reached, progress.result()))) + 1
+        t = max(front, confirmed(status.reached for status in progress.result())) + 1
         t = min(t, self.plan.rounds)
         await self._skip_to(t)
         self.swarm.set_first_round(t)
@@ -484,7 +484,3 @@ def confirmed(rounds: Iterable[int]) -> int:
     """
     reached = list(rounds)
     return 0 if sum(t > 0 for t in reached) == 1 < len(reached) else typical(reached)
-
-
-def _reached(status: Status) -> int:
-    return max(status.published, status.finished)

@@ -268,7 +268,7 @@ class Membership:
         record = update.record
         if self._credentials is not None and not self._credentials.is_signed(record):
             return f"record of peer {record.index}: not signed by it"
-        if max(update.status.published, update.status.finished) > self._rounds:
+        if update.status.reached > self._rounds:
             return f"peer {record.index} is said to be beyond round {self._rounds}"
         return ""
 

@@ -102,6 +102,11 @@ class Status(_Part):
     done: bool = False
     accuracy: Annotated[float, Field(ge=0, le=1)] | None = None
 
+    @property
+    def reached(self) -> int:
+        """The latest round that is published or finished; 0 before the first."""
+        return max(self.published, self.finished)
+
 
 class Update(_Part):
     """A piece of gossip: what the sender believes of one peer."""
