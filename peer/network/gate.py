@@ -35,6 +35,7 @@ REFRESH: Final = 1.0
 NOT_ADMITTED: Final = "it does not admit this peer"
 
 _ENDPOINT: Final = "inproc://zeromq.zap.01"
+_BROKEN_OFF: Final = "it broke off the handshake: it stood still, or has another key or none"
 _MISTAKES: Final = {
     0x11000001: "it takes another for this one",
     0x11000002: "it does not encrypt, or this one does not",
@@ -125,13 +126,11 @@ def present(credentials: Credentials, connecting: zmq.asyncio.Socket, server: by
     connecting.set(zmq.METADATA, f"{METADATA}:{introduction}".encode())
 
 
-def observe(connecting: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
+def observe(connecting: zmq.asyncio.Socket, *, encrypted: bool) -> zmq.asyncio.Socket:
     """Return a socket that `complaint` reads."""
-    failures = (
-        zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    )
+    failures = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+    if encrypted:  # else only who dies or stands still breaks off a handshake
+        failures |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     monitor: zmq.asyncio.Socket = connecting.get_monitor_socket(failures)
     return monitor
 
@@ -149,7 +148,7 @@ def complaint(monitor: zmq.asyncio.Socket) -> str:
             case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 last = _mistake(event["value"])
             case _:  # of a handshake that failed for a known reason, too
-                last = last or "it broke off the handshake: it has another key, or none"
+                last = last or _BROKEN_OFF
     return last
 
 

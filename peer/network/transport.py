@@ -587,7 +587,7 @@ class Transport:
                 key = key_of(address)
                 if self._credentials is not None and key is not None:
                     present(self._credentials, dealer, key)
-                monitor = observe(dealer)
+                monitor = observe(dealer, encrypted=self._credentials is not None)
             except zmq.ZMQError as error:
                 raise UnreachableError(f"no connection: {error.strerror}") from None
             undone.pop_all()

@@ -211,6 +211,18 @@ async def test_who_has_no_keys_is_told_that_it_needs_them(file: Path) -> None:
         await until_told(keyless, plain(one.control), "does not encrypt, or this one does not")
 
 
+async def test_without_keys_who_breaks_off_a_handshake_is_only_unreachable() -> None:
+    """It has died, or has been stopped: nothing is wrong with its keys."""
+    async with (
+        Transport(listen="127.0.0.1:0", handler=whoami, traffic=Traffic()) as keyless,
+        await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) as dying,
+    ):
+        port = dying.sockets[0].getsockname()[1]
+        with pytest.raises(UnreachableError, match=r"within 1 s$"):
+            await keyless.request(f"tcp://127.0.0.1:{port}", Ping(updates=()), timeout=SHORT)
+        assert faults(keyless) == {}
+
+
 async def test_nobody_asks_in_the_name_of_another(file: Path) -> None:
     async with member(file) as one, member(file) as other:
         one.introduce(sender="a" * 32, plan="")
