@@ -41,6 +41,12 @@ def test_ranks_coordinate_by_coordinate(models: np.ndarray, f: int) -> None:
     )
 
 
+@pytest.mark.parametrize("m", [robust.FEW, robust.FEW + 1])
+def test_ranks_of_few_and_of_many(m: int) -> None:
+    models = list(np.random.default_rng(m).standard_normal((m, 40)).astype(np.float32))
+    np.testing.assert_allclose(robust.median(models), np.median(models, axis=0), rtol=1e-6)
+
+
 def brute_scores(models: np.ndarray, f: int) -> list[float]:
     """Blanchard et al.: the least sum of squared distances to any m - f - 2 of the others."""
     m = len(models)
