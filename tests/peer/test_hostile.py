@@ -69,6 +69,7 @@ from peer.network.messages import (
     Update,
     encode,
 )
+from peer.rundir import holds_rows, read_metrics, read_topology
 
 # What an evil peer answers.
 
@@ -707,15 +708,21 @@ def test_a_forger_is_noticed_outside_lockstep(tmp_path: Path, staleness: int | s
             reply = reply.model_copy(update={"round": 1 if staleness == "async" else request.round})
         return await forging(request, reply, chunks)
 
+    def noticed(state: Path, forger: int) -> bool:
+        return any(row.notes.get("left_out") == [forger] for row in read_metrics(state))
+
     network = {"staleness": staleness, "request_timeout": 60.0, "suspicion": 60.0}
-    # Whoever does not wait for others needs some rounds until these have anything to give.
-    with battle(tmp_path, [forging_the_round], rounds=40, **network) as fight:
-        fight.run.wait(100)
-    for (forger, rows), counted in zip(fight.rows_against(0), fight.faults(), strict=True):
-        assert rows[-1][0].notes["left_out"] == [forger]
-        assert not any(forger in choice.neighbours for _, choice in rows)
-        assert (counted["content"], counted["left-out"]) == (2, 1)
-    fight.check_models()
+    # Whoever does not wait for others may be far before these have anything to give: no number of
+    # rounds is enough on every machine.
+    with battle(tmp_path, [forging_the_round], rounds=100_000, **network) as fight:
+        enemy = tmp_path / "evil-0"
+        fight.run.wait_for(
+            lambda: len(fight.states()) == 3 and all(map(holds_rows, [enemy, *fight.states()])), 100
+        )
+        forger = read_metrics(enemy)[0].index
+        fight.run.wait_for(lambda: all(noticed(own, forger) for own in fight.states()), 100)
+        choices = [row for own in fight.states() for row in read_topology(own)]
+    assert not any(forger in row.neighbours for row in choices)
 
 
 @pytest.mark.slow
