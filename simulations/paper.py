@@ -92,12 +92,14 @@ def _variants(*names: str) -> tuple[Variant, ...]:
     return tuple(Variant(name, name) for name in names)
 
 
-def _above(text: str, better: str, worse: Iterable[str], **options: Any) -> Iterator[Claim]:
-    """Yield the claim that a method is above each of others."""
+def _above(
+    text: str, better: str, worse: Iterable[str], margin: float | None = None, **options: Any
+) -> Iterator[Claim]:
+    """Yield the claim that a method is above each of others, or with a margin not far below."""
+    where = "above" if margin is None else f"at most {100 * margin:g} points below"
     for name in worse:
-        yield Claim(
-            f"{text}: {better} above {name}", {"method": better}, {"method": name}, **options
-        )
+        said, other = f"{text}: {better} {where} {name}", {"method": name}
+        yield Claim(said, {"method": better}, other, margin=margin, **options)
 
 
 def _data_sets(full: bool) -> list[Setting]:
