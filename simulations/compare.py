@@ -22,6 +22,7 @@ from simulations.study import (
     Variant,
     check_count,
     check_methods,
+    note_of,
     run_study,
 )
 from simulations.study import parse_variation as parse
@@ -68,12 +69,7 @@ def compare(
     )
     console.print(study_table(lines))
     table = write_csv(lines, out / "comparison.csv")
-    shown = study.cells[0].plan
-    note = (
-        f"{shown.data} · {shown.partition.label} · {shown.model} · n={shown.n} · "
-        f"{shown.rounds} rounds"
-    )
-    pictures = save(study_figure(lines, plan.name, note), out / "comparison")
+    pictures = save(study_figure(lines, plan.name, note_of(study)), out / "comparison")
     console.print(f"{table}  {pictures[0]}")
     return lines
 

@@ -26,7 +26,7 @@ from simulations.figures import save
 from simulations.purity import purity, purity_figure, purity_rows, purity_table
 from simulations.runs import Equipment, changed
 from simulations.separation import separation, separation_rows, separation_table
-from simulations.study import Line, Setting, Study, Variant, run_study
+from simulations.study import Line, Setting, Study, Variant, note_of, run_study
 from simulations.tables import study_figure, study_table, write_csv
 
 FULL_SEEDS = (0, 1, 2)
@@ -428,9 +428,8 @@ def _report(
     for line in text:
         console.print(f"  {line}", soft_wrap=True)
     write_atomically(out / "reading.txt", "".join(f"{line}\n" for line in text))
-    plan = study.cells[0].plan
     seeds = ", ".join(map(str, study.seeds))
-    note = f"{plan.model} · n={plan.n} · {plan.rounds} rounds · seeds {seeds}"
+    note = f"{note_of(study)} · seeds {seeds}"
     pictures = save(study_figure(lines, table.title, note), out / "table")
     console.print(f"{write_csv(lines, out / 'table.csv')}  {pictures[0]}")
 

@@ -170,6 +170,15 @@ def toml_value(text: str) -> Any:
         return text
 
 
+def note_of(study: Study) -> str:
+    """Return in a line what all runs of a study have in common."""
+    told = [
+        [own.data, own.partition.label, own.model, f"n={own.n}", f"{own.rounds} rounds"]
+        for own in (cell.plan for cell in study.cells)
+    ]
+    return " · ".join(parts[0] for parts in zip(*told, strict=True) if len(set(parts)) == 1)
+
+
 def check_count(runs: int) -> None:
     """Raise UserError when a study would have more than MAX_CELLS runs."""
     if runs > MAX_CELLS:

@@ -27,6 +27,7 @@ from simulations.study import (
     Variant,
     canonical,
     cell_folder,
+    note_of,
     parse_variation,
     run_study,
     time_left,
@@ -48,6 +49,13 @@ STUDY = Study(
     variants=[Variant("oracle", "oracle"), Variant("one model", "ifca", {"central.clusters": 1})],
     seeds=(0, 5),
 )
+
+
+def test_a_note_says_what_all_runs_share() -> None:
+    assert note_of(STUDY) == "digits · rotation-2 · mlp · n=4 · 2 rounds"
+    sizes = [Setting({"n": str(n)}, {"n": n}) for n in (4, 6)]
+    varied = Study(PLAN, sizes, STUDY.variants, seeds=(0,))
+    assert note_of(varied) == "digits · rotation-2 · mlp · 2 rounds"
 
 
 def line(variant: str = "a", mean: float = 0.5, **changes: Any) -> Line:
