@@ -71,7 +71,9 @@ def _table(text: str) -> dict[str, Any]:
 class Matrix:
     """What is run: every method under every threat, with every defence, by its name in tables.
 
-    A coordinator has no samples to judge by, so central methods are not run with a gate.
+    A coordinator has no samples to judge by, so central methods are not run with a gate. Without
+    `undefended`, a plan that has no defence is run only where nobody attacks: what a defence costs
+    is judged beside it.
     """
 
     plan: Plan
@@ -79,6 +81,7 @@ class Matrix:
     methods: Sequence[str]
     defences: Mapping[str, DefencePlan]
     seeds: Sequence[int]
+    undefended: bool = True
 
     def studies(self) -> list[tuple[Threat | None, Study]]:
         """Return the studies whose lines make the matrix, those without attack first."""
@@ -86,6 +89,7 @@ class Matrix:
             (threat, self._study(threat, name, defence))
             for threat in (None, *self.threats)
             for name, defence in self.defences.items()
+            if self.undefended or threat is None or name != NOBODY
         ]
 
     def _study(self, threat: Threat | None, name: str, defence: DefencePlan) -> Study:
@@ -99,10 +103,13 @@ class Matrix:
         )
 
 
-def run_matrix(matrix: Matrix, out: Path, *, equipment: Equipment) -> list[Line]:
+def run_matrix(
+    matrix: Matrix, out: Path, *, equipment: Equipment, evaluate_every: int | None = None
+) -> list[Line]:
     """Run what is not finished, print a table a defence, and write all figures as CSV.
 
-    Raises UserError before anything runs when a method or a threat cannot be used.
+    Peers are evaluated in the rounds that `run_study` says. Raises UserError before anything runs
+    when a method or a threat cannot be used.
     """
     check_methods(matrix.methods)
     studies = matrix.studies()
@@ -114,7 +121,9 @@ def run_matrix(matrix: Matrix, out: Path, *, equipment: Equipment) -> list[Line]
     lines: list[Line] = []
     for threat, study in studies:
         armed = replace(equipment, threat=threat)
-        lines += run_study(study, out, equipment=armed, console=console)
+        lines += run_study(
+            study, out, equipment=armed, evaluate_every=evaluate_every, console=console
+        )
     for name in matrix.defences:
         console.print(matrix_table(lines, name))
     console.print(f"{write_csv(lines, out / 'attacks.csv')}")

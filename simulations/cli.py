@@ -78,6 +78,10 @@ AttackName = Annotated[
     str | None,
     typer.Option("--attack", help="What some peers do, in the laboratory (simulate attacks)."),
 ]
+EvaluateEvery = Annotated[
+    int | None,
+    typer.Option(help="Rounds from one evaluation to the next; a 20th of all if not given.", min=1),
+]
 Attackers = Annotated[
     float, typer.Option("--attackers", help="Share of every cluster that attacks.", metavar="SHARE")
 ]
@@ -278,12 +282,7 @@ def compare(
     baseline: Annotated[
         bool, typer.Option(help="Run local too, and count the peers that do better alone.")
     ] = True,
-    evaluate_every: Annotated[
-        int | None,
-        typer.Option(
-            help="Rounds from one evaluation to the next; a 20th of all if not given.", min=1
-        ),
-    ] = None,
+    evaluate_every: EvaluateEvery = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory of all runs; runs/NAME-compare if not given.")
     ] = None,
@@ -351,6 +350,10 @@ def attacks(
             metavar="KEY=V,KEY=V",
         ),
     ] = None,
+    undefended: Annotated[
+        bool,
+        typer.Option(help="Attack plans without a defence too, not only those with one."),
+    ] = True,
     attackers: Attackers = 0.2,
     attack_scale: AttackScale = None,
     feign: Feign = False,
@@ -363,6 +366,7 @@ def attacks(
     ] = None,
     device: OnDevice = Device.CPU,
     precision: InPrecision = Precision.FLOAT32,
+    evaluate_every: EvaluateEvery = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory of all runs; runs/NAME-attacks if not given.")
     ] = None,
@@ -382,11 +386,13 @@ def attacks(
         [name.strip() for name in methods.split(",") if name.strip()],
         parse_defences(defences),
         parse_seeds(seeds),
+        undefended=undefended,
     )
     run_matrix(
         matrix,
         out or Path("runs") / f"{chosen.name}-attacks",
         equipment=Equipment(device=device.value, precision=precision.value),
+        evaluate_every=evaluate_every,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,26 @@ def test_a_matrix_is_run_once_and_goes_on_where_it_was(
     made.clear()
     assert run_matrix(matrix, tmp_path, equipment=REFERENCE) == lines
     assert not made
+
+
+def test_attacked_without_a_defence_is_left_out_if_one_says_so(tmp_path: Path) -> None:
+    matrix = Matrix(
+        PLAN.model_copy(update={"rounds": 3}),
+        [Threat("gaussian", 0.25)],
+        ["random"],
+        {"none": UNDEFENDED, "clip": DefencePlan(clip=2.0)},
+        [0],
+        undefended=False,
+    )
+    lines = run_matrix(matrix, tmp_path, equipment=REFERENCE, evaluate_every=2)
+    assert [tuple(own.labels.values()) for own in lines] == [
+        ("none", "none"), ("none", "clip"), ("gaussian-0.25", "clip"),
+    ]  # fmt: skip
+    assert matrix_table(lines, "none").row_count == 1
+    assert matrix_table(lines, "clip").row_count == 2
+    (run, *_) = (tmp_path / "cells").glob("random-*")
+    rows = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    assert {row["t"] for row in rows if row["accuracy"] is not None} == {2, 3}
 
 
 def test_a_comparison_under_attack_says_so(tmp_path: Path) -> None:
