@@ -221,7 +221,7 @@ class Worker:
         """
         if not self._job.stacked:
             return [
-                self.losses_of(i, [self._received(j)], t, held)[0]
+                self._device_losses(i, [self._received(j)], t, held)[0]
                 for i, j in zip(pairs.i.tolist(), pairs.j.tolist(), strict=True)
             ]
         found: list[float] = []
@@ -333,14 +333,18 @@ class Worker:
 
     # One peer at a time, by the device's own path
 
-    def losses_of(self, i: int, models: Sequence[Vector], t: int, held: bool) -> list[float]:
-        """Return F_i of each model, as `losses` does."""
+    def losses_of(self, i: int, count: int, t: int, held: bool) -> list[float]:
+        """Return F_i of the first `count` models of the arena's `asked`, as `losses` does."""
+        models = self._arena["asked"][:count]
         if not self._job.stacked:
-            own = self._learner(i)
-            return own.held_losses([*models]) if held else own.train_losses([*models], t)
+            return self._device_losses(i, [*models], t, held)
         rows, table = [self._loss_rows(i, t, held)], self._tables["train"]
         tensors = map(self._tensor, models)
         return [trainer.mean_losses(self._stack, w, table, rows)[0] for w in tensors]
+
+    def _device_losses(self, i: int, models: list[Vector], t: int, held: bool) -> list[float]:
+        own = self._learner(i)
+        return own.held_losses(models) if held else own.train_losses(models, t)
 
     def scores_of(self, i: int, model: Vector) -> Scores:
         """Return what the learner of peer i answers."""

@@ -46,6 +46,10 @@ _ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 31),
 }
 
+_ASKED = 8
+"""Models that are handed over at once to have their losses taken: through a pipe, copying them
+there and back took longer than the losses."""
+
 
 class Engine:
     """Trains, compares, mixes and evaluates all peers of a plan.
@@ -91,6 +95,7 @@ class Engine:
             "models": ((n, e), "<f4"),
             "trained": ((n, e), "<f4"),
             "initial": ((1, e), "<f4"),
+            "asked": ((_ASKED, e), "<f4"),
             "sketches": ((n, 2, plan.sketch_buckets(trainable)), "<f4"),
             "norms": ((n,), "<f8"),
             "scores": ((n, 2), "<f8"),
@@ -249,7 +254,13 @@ class Engine:
         self, i: int, models: Sequence[Vector], t: int, *, held: bool = False
     ) -> list[float]:
         """Return F_i of `models`, each [e], on the samples that `losses` takes."""
-        found: list[float] = self._crew.one(int(self._owner[i]), "losses_of", i, models, t, held)
+        asked, worker = self._arena["asked"], int(self._owner[i])
+        found: list[float] = []
+        for first in range(0, len(models), _ASKED):
+            part = models[first : first + _ASKED]
+            for row, model in zip(asked, part, strict=False):
+                row[:] = model
+            found += self._crew.one(worker, "losses_of", i, len(part), t, held)
         return found
 
     def scores_of(self, i: int, model: Vector) -> Scores:
