@@ -101,10 +101,8 @@ class Peer:
         with StateDirectory(self._settings.state) as state:
             credentials = self._prove(state)
             settings = self._settings
-            key = None
-            if credentials is not None:
-                key = credentials.key
-            elif settings.mqtt is not None:
+            key = credentials.key if credentials is not None else None
+            if key is None and settings.mqtt is not None:
                 key = state.key()
             identity = state.identity(None if key is None else key.peer)
             checkpoint = state.newest()
@@ -125,15 +123,9 @@ class Peer:
                 if self._on_listening is not None:
                     self._on_listening(transport.control)
                 plan, index = await self._enrol(transport, discovery, identity, checkpoint)
-                self._check_central(plan)
-                if plan.privacy.acts:  # whoever sent the plan
-                    check_privacy(plan)
-                _check_checkpoint(checkpoint, plan, index, settings.state)
-                if checkpoint is not None and checkpoint.t >= plan.rounds:
-                    log.info("already finished: round %d of %d", checkpoint.t, plan.rounds)
-                state.keep_identity(
-                    identity.model_copy(update={"index": index, "ports": transport.ports})
-                )
+                self._check(plan, index, checkpoint)
+                identity = identity.model_copy(update={"index": index, "ports": transport.ports})
+                state.keep_identity(identity)
                 budget = Budget(plan.privacy, state.spent()) if plan.privacy.acts else None
                 learner = await self._in_worker(self._learner, plan, index, state, budget)
                 record = PeerRecord(
@@ -145,28 +137,7 @@ class Peer:
                     first_round=1,
                     model=learner.manifest.digest(learner.initial()),
                 )
-                if plan.model_digest not in (None, record.model):
-                    raise UserError(
-                        f"this peer's model has the digest {record.model}, the plan says "
-                        f"{plan.model_digest}",
-                        "model, input shape and number of classes must be the same at every peer",
-                    )
-                swarm = Swarm(
-                    transport=transport,
-                    plan_digest=plan.digest,
-                    own=record,
-                    n=plan.n,
-                    rounds=plan.rounds,
-                    settings=plan.network,
-                    bootstrap=settings.bootstrap,
-                    peers=settings.peer,
-                    remembered=state.remembered(),
-                    credentials=credentials,
-                    rng=generator(identity.incarnation, Purpose.TOPOLOGY, index=index),
-                    reach=None if self._surroundings is None else self._surroundings.reach,
-                )
-                if self._shaper is not None:
-                    self._shaper.introduce(swarm.index_of)
+                swarm = self._swarm(transport, plan, record, state, credentials)
                 if discovery is not None:
                     discovery.join(swarm)
                 self._rounds = self._make_rounds(
@@ -270,6 +241,48 @@ class Peer:
             coordinator_peer=None if credentials is None else credentials.federation.bootstrap.peer,
             permutation=permutation,
         )
+
+    def _swarm(
+        self,
+        transport: Transport,
+        plan: Plan,
+        own: PeerRecord,
+        state: StateDirectory,
+        credentials: Credentials | None,
+    ) -> Swarm:
+        """Return what knows the others. Raises UserError when one's model is not the plan's."""
+        if plan.model_digest not in (None, own.model):
+            raise UserError(
+                f"this peer's model has the digest {own.model}, the plan says {plan.model_digest}",
+                "model, input shape and number of classes must be the same at every peer",
+            )
+        swarm = Swarm(
+            transport=transport,
+            plan_digest=plan.digest,
+            own=own,
+            n=plan.n,
+            rounds=plan.rounds,
+            settings=plan.network,
+            bootstrap=self._settings.bootstrap,
+            peers=self._settings.peer,
+            remembered=state.remembered(),
+            credentials=credentials,
+            rng=generator(own.incarnation, Purpose.TOPOLOGY, index=own.index),
+            reach=None if self._surroundings is None else self._surroundings.reach,
+        )
+        if self._shaper is not None:
+            self._shaper.introduce(swarm.index_of)
+        return swarm
+
+    def _check(self, plan: Plan, index: int, checkpoint: Checkpoint | None) -> None:
+        """Raise UserError or StateError when the plan, whoever sent it, is not for this peer."""
+        self._check_central(plan)
+        if plan.privacy.acts:
+            check_privacy(plan)
+        if checkpoint is not None:
+            _check_checkpoint(checkpoint, plan, index, self._settings.state)
+            if checkpoint.t >= plan.rounds:
+                log.info("already finished: round %d of %d", checkpoint.t, plan.rounds)
 
     def _check_central(self, plan: Plan) -> None:
         """Raise UserError when a central method lacks its coordinator or its secret here."""
@@ -463,9 +476,7 @@ async def _remember(state: StateDirectory, swarm: Swarm) -> None:
         await asyncio.sleep(REMEMBER_INTERVAL)
 
 
-def _check_checkpoint(checkpoint: Checkpoint | None, plan: Plan, index: int, path: Path) -> None:
-    if checkpoint is None:
-        return
+def _check_checkpoint(checkpoint: Checkpoint, plan: Plan, index: int, path: Path) -> None:
     if checkpoint.plan != plan.digest:
         raise StateError(
             f"{path} belongs to a run of another plan ({checkpoint.plan})",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,8 +18,11 @@ from peer.plan import Plan
 
 if TYPE_CHECKING:
     from simulations.attacks import Threat
+    from simulations.runs import Equipment
+    from simulations.scenarios.runs import Ground
 
 FAILED = 1
+OF_THE_LABORATORY = "--exact, --data, --model, --import, --attack, --device and --precision are for"
 ATTACKERS_HINT = "a scenario says for itself who attacks, in [peers] or in a class of peers"
 
 app = typer.Typer(
@@ -168,81 +172,70 @@ def run(
     ] = None,
 ) -> None:
     """Run a plan or a scenario on this machine, and draw it."""
-    from rich.console import Console
-
-    from peer.matching.registry import CENTRAL
-    from peer.rundir import SUMMARY
-    from simulations.demo import comparison_table
-    from simulations.report import write_report
-    from simulations.runs import (
-        Equipment,
-        PopulationMaker,
-        changed,
-        run_population,
-        run_processes,
-    )
+    from simulations.runs import Equipment, changed
     from simulations.scenarios.commands import run as run_scenario
-    from simulations.scenarios.runs import Ground
     from simulations.scenarios.scenario import find, is_scenario
 
     import_methods(modules)
+    threat = _threat(attack, attackers, attack_scale, feign)
+    equipment = Equipment(False, exact, device.value, data, model, threat, precision.value)
+    usual = equipment == Equipment() and not modules
     changes = {"method": method, "seed": seed, "rounds": rounds, "n": peers}
     if is_scenario(found := find(plan)):
-        if backend is Backend.ONE_PROCESS:
-            raise UserError("scenarios do not run by one-process", "leave out --backend")
-        grounds = {Backend.PROCESSES: Ground.PROCESSES, Backend.DOCKER: Ground.CONTAINERS}
-        ground = Ground.NAMESPACES if netns else None if backend is None else grounds.get(backend)
-        if netns and backend not in (None, Backend.PROCESSES):
-            raise UserError("--netns is for real processes", "use --backend processes")
-        if attack:
+        ground = _ground(backend, netns=netns)
+        if threat is not None:
             raise UserError("--attack is for plans", ATTACKERS_HINT)
-        if ground is not None and (
-            exact or data or model or modules
-            or device is not Device.CPU or precision is not Precision.FLOAT32
-        ):  # fmt: skip
-            raise UserError(
-                "--exact, --data, --model, --import, --device and --precision are for the virtual "
-                "network",
-                "leave out --backend",
-            )
-        run_scenario(
-            found,
-            {f"plan.{key}": value for key, value in changes.items()},
-            out,
-            equipment=Equipment(False, exact, device.value, data, model, precision=precision.value),
-            ground=ground,
-            animate=animate,
-        )
+        if ground is not None and not usual:
+            raise UserError(f"{OF_THE_LABORATORY} the virtual network", "leave out --backend")
+        own = {f"plan.{key}": value for key, value in changes.items()}
+        run_scenario(found, own, out, equipment=equipment, ground=ground, animate=animate)
         return
     if backend in (Backend.VIRTUAL, Backend.DOCKER) or animate or netns:
         raise UserError(
             f"{plan} is a plan, not a scenario: there is no network to simulate",
             "docs/scenarios.md says how to make one of it",
         )
-    chosen = changed(Plan.load(plan), changes)
-    target = out or Path("runs") / f"{chosen.name}-{chosen.method}"
-    in_laboratory = (
-        bool(exact or data or model or modules or attack)
-        or device is not Device.CPU
-        or precision is not Precision.FLOAT32
-    )
+    _run_plan(changed(Plan.load(plan), changes), backend, equipment, usual=usual, out=out)
+
+
+def _ground(backend: Backend | None, *, netns: bool) -> Ground | None:
+    """Return what a scenario is run on, None for the virtual network. Raises UserError."""
+    from simulations.scenarios.runs import Ground
+
+    if backend is Backend.ONE_PROCESS:
+        raise UserError("scenarios do not run by one-process", "leave out --backend")
+    if netns:
+        if backend not in (None, Backend.PROCESSES):
+            raise UserError("--netns is for real processes", "use --backend processes")
+        return Ground.NAMESPACES
+    real = {Backend.PROCESSES: Ground.PROCESSES, Backend.DOCKER: Ground.CONTAINERS}
+    return None if backend is None else real.get(backend)
+
+
+def _run_plan(
+    plan: Plan, backend: Backend | None, equipment: Equipment, *, usual: bool, out: Path | None
+) -> None:
+    """Run a plan, by default where it can be with that equipment, and say what came of it."""
+    from rich.console import Console
+
+    from peer.matching.registry import CENTRAL
+    from peer.rundir import SUMMARY
+    from simulations.demo import comparison_table
+    from simulations.report import write_report
+    from simulations.runs import PopulationMaker, run_population, run_processes
+
+    target = out or Path("runs") / f"{plan.name}-{plan.method}"
     if backend is None:
-        central = in_laboratory or chosen.method in CENTRAL
-        backend = Backend.LABORATORY if central else Backend.PROCESSES
+        live = usual and plan.method not in CENTRAL
+        backend = Backend.PROCESSES if live else Backend.LABORATORY
     if backend is Backend.PROCESSES:
-        if in_laboratory:
-            raise UserError(
-                "--exact, --data, --model, --import, --attack, --device and --precision are for "
-                "the laboratory",
-                "use --backend laboratory",
-            )
-        summary = run_processes(chosen, target)
+        if not usual:
+            raise UserError(f"{OF_THE_LABORATORY} the laboratory", "use --backend laboratory")
+        summary = run_processes(plan, target)
     else:
-        reference = backend is Backend.ONE_PROCESS
-        threat = _threat(attack, attackers, attack_scale, feign)
-        equipment = Equipment(reference, exact, device.value, data, model, threat, precision.value)
+        equipment = replace(equipment, reference=backend is Backend.ONE_PROCESS)
         with PopulationMaker(equipment) as maker:
-            summary = run_population(chosen, target, maker=maker)
+            summary = run_population(plan, target, maker=maker)
     Console(highlight=False).print(comparison_table([(backend.value, summary)]))
     if "attack" in summary:
         names = ", ".join(map(str, summary["attackers"]))
@@ -295,11 +288,10 @@ def compare(
     from simulations.scenarios.scenario import find, is_scenario
 
     import_methods(modules)
+    threat = _threat(attack, attackers, attack_scale, feign)
+    equipment = Equipment(False, exact, device.value, data, model, threat, precision.value)
     if is_scenario(found := find(plan)):
-        if (
-            attack or exact or data or model or modules
-            or device is not Device.CPU or precision is not Precision.FLOAT32
-        ):  # fmt: skip
+        if equipment != Equipment() or modules:
             raise UserError(
                 "scenarios say for themselves who attacks, and run with built-in things on the cpu",
                 "leave these options out: methods, --seeds and --set remain",
@@ -317,15 +309,7 @@ def compare(
         parse_seeds(seeds),
         variations or [],
         out or Path("runs") / f"{chosen.name}-compare",
-        equipment=Equipment(
-            False,
-            exact,
-            device.value,
-            data,
-            model,
-            _threat(attack, attackers, attack_scale, feign),
-            precision.value,
-        ),
+        equipment=equipment,
         baseline=baseline,
         evaluate_every=evaluate_every,
     )
