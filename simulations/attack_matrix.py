@@ -133,8 +133,8 @@ def run_matrix(
 def matrix_table(lines: Sequence[Line], defence: str) -> Table:
     """Return one defence's table: attacks by methods, each with the mean and the worst accuracy.
 
-    In brackets, how many peers are far below their own `local`; behind b, the success of a backdoor
-    in percent; a * where the bar is missed.
+    In brackets, how many peers are far below their own `local`; a * where the bar is missed. Below
+    an attack with a backdoor, its success.
     """
     found = {(own.labels["attack"], own.labels["defence"], own.variant): own for own in lines}
     methods = dict.fromkeys(method for _, name, method in found if name == defence)
@@ -148,12 +148,14 @@ def matrix_table(lines: Sequence[Line], defence: str) -> Table:
     for method in methods:
         table.add_column(method, justify="right", no_wrap=True)
     for attack in dict.fromkeys(attack for attack, name, _ in found if name == defence):
+        lines_of = [found[attack, defence, method] for method in methods]
         cells = []
-        for method in methods:
-            own = found[attack, defence, method]
+        for method, own in zip(methods, lines_of, strict=True):
             reference = found[NOBODY, NOBODY if attack == NOBODY else defence, method]
             cells.append(_cell(own) + ("*" if misses(own, reference) else ""))
         table.add_row(attack, *cells)
+        if any(own.backdoor is not None for own in lines_of):
+            table.add_row("  its success", *(percent(own.backdoor) for own in lines_of))
     return table
 
 
@@ -174,5 +176,4 @@ def _cell(line: Line) -> str:
     mean, worst = (
         percent(value).removesuffix(" %") for value in (line.accuracy_mean, line.accuracy_worst)
     )
-    backdoor = "" if line.backdoor is None else f" b {100 * line.backdoor:.0f}"
-    return f"{mean} / {worst} ({line.far_below_local}){backdoor}"
+    return f"{mean} / {worst} ({line.far_below_local})"
