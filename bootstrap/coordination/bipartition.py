@@ -135,6 +135,18 @@ def _chance(within: Matrix, across: Matrix) -> float:
     return float(stdtr(freedom, -difference / error))
 
 
+def strays(alpha: Matrix, e: int) -> list[int]:
+    """Return the positions of clients whose updates, of e values, resemble nobody's: noise.
+
+    A random direction has with any other vector a cosine of mean 0 and variance 1 / e. [choice] Six
+    standard deviations; and where that is half of the clients or more, cosines tell nothing of
+    anybody, and nobody is one.
+    """
+    nearest = (alpha - 2 * np.eye(len(alpha))).max(axis=1)
+    found: list[int] = np.flatnonzero(nearest < 6 / math.sqrt(e)).tolist()
+    return found if 2 * len(found) < len(alpha) else []
+
+
 def separation_gap(alpha: Matrix, cut: Cut, clusters: Sequence[int]) -> float | None:
     """Return g(alpha) = alpha_intra_min - alpha_cross_max, for known true clusters [M].
 

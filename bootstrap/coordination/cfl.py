@@ -37,6 +37,7 @@ from bootstrap.coordination.bipartition import (
     estimate_gammas,
     gram,
     separation_gap,
+    strays,
 )
 from bootstrap.coordination.tree import Node, ParameterTree
 from peer.learning.learner import Vector
@@ -50,7 +51,8 @@ class Evidence:
     """What the optimal cut of a cluster looks like.
 
     Attributes:
-        halves: its halves' peers. cross_max: alpha_cross_max.
+        halves: its halves' peers. strays: who has no say in the cut, and goes with a half all the
+            same: for each half, its peers. cross_max: alpha_cross_max.
         gap: the separation gap g(alpha), where true clusters are known.
         gamma_max: the error bound, given or estimated. gate: whether it opens the papers' gate.
         within: mean cosine inside each half; across: between the halves.
@@ -58,6 +60,7 @@ class Evidence:
     """
 
     halves: tuple[Members, Members]
+    strays: tuple[Members, Members] = ((), ())
     cross_max: float
     gap: float | None
     gamma_max: float
@@ -119,7 +122,8 @@ class ClusteredServer:
     ) -> None:
         """Go on from `tree`. `true_clusters`, by peer, serve the diagnostics alone.
 
-        `defence` says what clusters move by instead of their mean update.
+        `defence` says what clusters move by instead of their mean update. With one, members whose
+        updates resemble nobody's have no say in a cut: their noise would be the best half.
         """
         self.settings = settings
         self.tree = tree
@@ -156,7 +160,11 @@ class ClusteredServer:
             acts = self._defence.acts
             node.update = node.update + (self._pooled(updates, weights) if acts else mean)
             return attempt
-        halves = [{i: updates[i] for i in half} for half in attempt.evidence.halves]
+        found = attempt.evidence
+        halves = [
+            {i: updates[i] for i in sorted((*half, *astray))}
+            for half, astray in zip(found.halves, found.strays, strict=True)
+        ]
         # [choice] this round's updates are not lost: each half starts with those of its own.
         for child, half in zip(self.tree.split(v, t, halves), halves, strict=True):
             self.tree.nodes[child].update = node.update + self._pooled(half, weights)
@@ -200,19 +208,27 @@ class ClusteredServer:
     def _evidence(self, members: Members, updates: Sequence[Vector]) -> Evidence:
         """Return the optimal cut of `members` and what their updates say of it."""
         alpha = cosines(gram(updates))
-        cut = bipartition(alpha)
-        found = contrast(alpha, cut)
+        astray = strays(alpha, len(updates[0])) if self._defence.acts else []
+        heard = [place for place in range(len(members)) if place not in astray]
+        among = alpha[np.ix_(heard, heard)]
+        cut = bipartition(among)
+        found = contrast(among, cut)
         gamma_max = self.settings.gamma
         if gamma_max is None:
-            gamma_max = float(estimate_gammas(alpha).max())
+            gamma_max = float(estimate_gammas(among).max())
         gap = None
         if self._true_clusters is not None:
-            gap = separation_gap(alpha, cut, [self._true_clusters[i] for i in members])
-        first, second = (tuple(members[i] for i in half) for half in (cut.first, cut.second))
+            gap = separation_gap(among, cut, [self._true_clusters[members[k]] for k in heard])
+        halves = [[heard[k] for k in half] for half in (cut.first, cut.second)]
+        along: tuple[list[int], list[int]] = ([], [])
+        for place in astray:
+            likeness = [float(alpha[place, half].mean()) for half in halves]
+            along[int(likeness[1] > likeness[0])].append(place)
+        first, second, *lost = (tuple(members[k] for k in part) for part in (*halves, *along))
         return Evidence(
-            halves=(first, second), cross_max=cut.cross_max, gap=gap, gamma_max=gamma_max,
-            gate=theory.gate(cut.cross_max, gamma_max), within=found.within, across=found.across,
-            p=found.p,
+            halves=(first, second), strays=(lost[0], lost[1]), cross_max=cut.cross_max, gap=gap,
+            gamma_max=gamma_max, gate=theory.gate(cut.cross_max, gamma_max), within=found.within,
+            across=found.across, p=found.p,
         )  # fmt: skip
 
 

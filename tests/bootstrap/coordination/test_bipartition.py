@@ -18,6 +18,7 @@ from bootstrap.coordination.bipartition import (
     estimate_gammas,
     gram,
     separation_gap,
+    strays,
 )
 
 Matrix = np.ndarray
@@ -195,3 +196,18 @@ def test_gammas_of_clients_that_agree_on_nothing_are_infinite() -> None:
     rng = np.random.default_rng(5)
     pure_noise = estimate_gammas(cosines(gram(list(rng.normal(size=(20, 2000))))))
     assert pure_noise.max() > 1
+
+
+def test_noise_is_what_resembles_nobody() -> None:
+    alpha = np.full((5, 5), 0.0)
+    alpha[:3, :3] = 0.061
+    alpha[3, 4] = alpha[4, 3] = 0.059
+    np.fill_diagonal(alpha, 1)
+    assert strays(alpha, 10_000) == [3, 4]  # six standard deviations are 0.06
+    assert strays(alpha, 9_000) == []  # then nobody resembles anybody
+    assert strays(alpha, 40_000) == []
+    alpha[0] = -np.abs(alpha[0])
+    alpha[:, 0] = -np.abs(alpha[:, 0])
+    assert strays(alpha, 2) == []
+    assert strays(alpha[1:4, 1:4], 10_000) == [2]
+    assert strays(alpha[2:4, 2:4], 10_000) == []  # of two, none is the odd one

@@ -63,7 +63,7 @@ def test_a_defended_cluster_moves_by_its_rule_and_is_judged_by_plain_updates(rul
     peers, defence = Peers(1, 7, 1.0), DefencePlan.model_validate({"rule": rule})
     zero = np.zeros(MANIFEST.size, dtype=np.float32)
     updates = {i: peers.update(i, zero, 1) for i in range(7)}
-    updates[3] = -40 * updates[3]
+    updates[3] = 40 * updates[3]
     plain, other = server(7), server(7)
     defended = ClusteredServer(other.settings, other.tree, defence=defence)
     assert defended.step(1, updates) == plain.step(1, updates)
@@ -111,6 +111,70 @@ def test_the_true_clusters_come_apart_and_nothing_else(clusters: int, noise: flo
         assert split.evidence is not None
         halves = [{peers.labels[i] for i in half} for half in split.evidence.halves]
         assert not halves[0] & halves[1]
+
+
+class Disturbed(Peers):
+    """Three more peers send noise, far longer than the updates of the others."""
+
+    def __init__(self, clusters: int, n: int, seed: int) -> None:
+        super().__init__(clusters, n + 3, 0.1, seed)
+        self.noisy = {n, n + 1, n + 2}
+
+    def update(self, i: int, model: np.ndarray, t: int) -> np.ndarray:
+        if i not in self.noisy:
+            return super().update(i, model, t)
+        noise = np.random.default_rng((self._seed, i, t)).normal(size=MANIFEST.size)
+        return (10 * noise).astype(np.float32)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_who_resembles_nobody_has_no_say_in_a_defended_cut(seed: int) -> None:
+    peers = Disturbed(3, 15, seed)
+    true = {part - peers.noisy for part in truth(peers.labels)}
+    plain = server(18)
+    defended = ClusteredServer(plain.settings, server(18).tree, defence=DefencePlan(rule="median"))
+    splits = run(defended, peers, range(1, 60))
+    assert {part - peers.noisy for part in found(defended)} - {frozenset()} == true
+    for split in splits:
+        assert split.evidence is not None
+        assert split.children is not None
+        astray = set().union(*split.evidence.strays)
+        assert astray == peers.noisy & set(split.members)
+        for child, half, along in zip(
+            split.children, split.evidence.halves, split.evidence.strays, strict=True
+        ):
+            born = {i for i in split.members if child in lineage(defended.tree, i)}
+            assert born == {*half, *along}
+            assert not peers.noisy & {*half}
+    run(plain, peers, range(1, 60))
+    assert {part - peers.noisy for part in found(plain)} - {frozenset()} != true
+
+
+def test_one_opponent_does_not_keep_clusters_together_where_there_is_a_defence() -> None:
+    peers = Peers(2, 13, 0.1)
+    tree = server(13).tree
+    defended = ClusteredServer(CflPlan(), tree, defence=DefencePlan(rule="median"))
+    plain = server(13)
+    for cfl in (defended, plain):
+        for t in range(1, 60):
+            models = {i: cfl.tree.nodes[cfl.tree.places[i]].update for i in range(13)}
+            updates = {i: peers.update(i, models[i], t) for i in range(12)}
+            # All that the honest ones want together, turned round.
+            updates[12] = -sum(updates.values(), np.zeros(MANIFEST.size, dtype=np.float32))
+            cfl.step(t, updates)
+    true = {part - {12} for part in truth(peers.labels)}
+    assert {part - {12} for part in found(defended)} - {frozenset()} == true
+    assert {part - {12} for part in found(plain)} - {frozenset()} != true
+
+
+def lineage(tree: ParameterTree, i: int) -> set[int]:
+    """The nodes from the place of peer i up to the root."""
+    place: int | None = tree.places[i]
+    nodes = set()
+    while place is not None:
+        nodes.add(place)
+        place = tree.nodes[place].parent
+    return nodes
 
 
 @pytest.mark.parametrize("seed", range(4))
