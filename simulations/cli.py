@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from simulations.scenarios.runs import Ground
 
 FAILED = 1
-OF_THE_LABORATORY = "--exact, --data, --model, --import, --attack, --device and --precision are for"
+EQUIPMENT = "--exact, --data, --model, --import, --device and --precision are for"
 ATTACKERS_HINT = "a scenario says for itself who attacks, in [peers] or in a class of peers"
 
 app = typer.Typer(
@@ -186,7 +186,7 @@ def run(
         if threat is not None:
             raise UserError("--attack is for plans", ATTACKERS_HINT)
         if ground is not None and not usual:
-            raise UserError(f"{OF_THE_LABORATORY} the virtual network", "leave out --backend")
+            raise UserError(f"{EQUIPMENT} the virtual network", "leave out --backend")
         own = {f"plan.{key}": value for key, value in changes.items()}
         run_scenario(found, own, out, equipment=equipment, ground=ground, animate=animate)
         return
@@ -230,7 +230,7 @@ def _run_plan(
         backend = Backend.PROCESSES if live else Backend.LABORATORY
     if backend is Backend.PROCESSES:
         if not usual:
-            raise UserError(f"{OF_THE_LABORATORY} the laboratory", "use --backend laboratory")
+            raise UserError(f"--attack, {EQUIPMENT} the laboratory", "use --backend laboratory")
         summary = run_processes(plan, target)
     else:
         equipment = replace(equipment, reference=backend is Backend.ONE_PROCESS)

@@ -243,6 +243,12 @@ def test_losses_and_scores_are_the_learners(pair: Engine) -> None:
     expected = [learners[i].train_losses([pair.trained[j].copy()], 1)[0] for i, j in pairs]
     assert pair.losses(1, pairs) == pytest.approx(expected, rel=1e-5)
     assert pair.losses(1, []) == []
+    others = [(j + 1) / 10 * pair.trained[j % 8] for j in range(19)]  # more than go over at once
+    for i in (0, 7):
+        assert pair.losses_of(i, others, 1) == pytest.approx(
+            learners[i].train_losses(others, 1), rel=1e-5
+        )
+    assert pair.losses_of(0, [], 1) == []
     pair.mix([[] for _ in range(8)], [1.0] * 8)
     for i, scores in enumerate(pair.evaluate()):
         assert scores == pytest.approx(learners[i].evaluate(pair.models[i].copy()), rel=1e-5)

@@ -206,8 +206,10 @@ def test_noise_is_what_resembles_nobody() -> None:
     assert strays(alpha, 10_000) == [3, 4]  # six standard deviations are 0.06
     assert strays(alpha, 9_000) == []  # then nobody resembles anybody
     assert strays(alpha, 40_000) == []
-    alpha[0] = -np.abs(alpha[0])
-    alpha[:, 0] = -np.abs(alpha[:, 0])
     assert strays(alpha, 2) == []
+    opposed = np.full((4, 4), 0.9)
+    opposed[3] = opposed[:, 3] = -0.9
+    np.fill_diagonal(opposed, 1)
+    assert strays(opposed, 10_000) == [3]  # as unlike everybody as one can be
     assert strays(alpha[1:4, 1:4], 10_000) == [2]
     assert strays(alpha[2:4, 2:4], 10_000) == []  # of two, none is the odd one
