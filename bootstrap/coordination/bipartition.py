@@ -136,7 +136,8 @@ def _chance(within: Matrix, across: Matrix) -> float:
 
 
 def strays(alpha: Matrix, e: int) -> list[int]:
-    """Return the positions of clients whose updates, of e values, resemble nobody's: noise.
+    """Return the positions of clients whose updates, of e values, resemble nobody's: noise, and who
+    is opposed to all; from cosines [M, M].
 
     A random direction has with any other vector a cosine of mean 0 and variance 1 / e. [choice] Six
     standard deviations; and where that is half of the clients or more, cosines tell nothing of

@@ -208,6 +208,8 @@ class ClusteredServer:
     def _evidence(self, members: Members, updates: Sequence[Vector]) -> Evidence:
         """Return the optimal cut of `members` and what their updates say of it."""
         alpha = cosines(gram(updates))
+        # [choice] in a defended cluster strays have no say: the papers' optimal cut would part one
+        # of them from all others, round after round.
         astray = strays(alpha, len(updates[0])) if self._defence.acts else []
         heard = [place for place in range(len(members)) if place not in astray]
         among = alpha[np.ix_(heard, heard)]
